@@ -1,0 +1,161 @@
+"""The actors of one run: started when first wanted, all ended when the run ends. Their one owner."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from draftline.hidden_states.store import StoreConfig
+from draftline.recipe.schema import Recipe
+from draftline.runs.progress import Progress
+from draftline.storage.artifacts import RunFolder
+from draftline.targets.engine import Engine, engine_actor
+from draftline.targets.engine_args import base_engine_args, capture_engine_args, engine_environment
+from draftline.targets.replica import TargetReplica
+from draftline.targets.resolve import ResolvedTarget
+
+STOP_WAIT_S = 10.0
+ENGINE_CONCURRENCY = 512
+
+
+class RunActors:
+    """Context manager around the Mooncake master, the target replicas and the engines of one run."""
+
+    def __init__(self, recipe: Recipe, target: ResolvedTarget, folder: RunFolder, progress: Progress) -> None:
+        self.recipe = recipe
+        self.target = target
+        self._folder = folder
+        self._progress = progress
+        self._owned: dict[str, Any] = {}
+        self._replicas: list[Any] = []
+        self._store: StoreConfig | None = None
+
+    def __enter__(self) -> RunActors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in reversed(list(self._owned)):
+            self.end(name)
+
+    @property
+    def accelerator(self) -> Any:
+        """Where engines and training run: `cpu` or `gpu`."""
+        return self.recipe.resources.accelerator
+
+    def own(self, name: str, actor: Any) -> Any:
+        """Takes over an actor: it is stopped and killed when the run ends."""
+        self._owned[name] = actor
+        return actor
+
+    def end(self, name: str) -> None:
+        """Stops an actor by its own `stop`, then kills it, which also ends one that hangs."""
+        import ray
+
+        actor = self._owned.pop(name)
+        try:
+            ray.get(actor.stop.remote(), timeout=STOP_WAIT_S)
+        except (ray.exceptions.RayError, TimeoutError) as problem:
+            self._progress.say(f"{name} did not stop by itself ({type(problem).__name__}); killed")
+        ray.kill(actor)
+
+    def store(self) -> StoreConfig:
+        """The hidden states' store; starts the Mooncake master when first asked."""
+        if self._store is None:
+            self._store = self._start_store()
+        return self._store
+
+    def replicas(self) -> list[Any]:
+        """The target replicas; started when first asked, on all cores."""
+        if not self._replicas:
+            self._replicas = self._start_replicas()
+        return self._replicas
+
+    def share_cores(self, alone: bool) -> None:
+        """Gives the replicas all cores (they work alone), or what the recipe leaves them beside the trainer."""
+        import ray
+
+        if self.accelerator == "cpu" and self._replicas:
+            threads = self._all_cores() if alone else self.recipe.hidden_states.threads
+            ray.get([replica.set_threads.remote(threads) for replica in self._replicas])
+
+    def engine(self, name: str, engine_class: type[Engine], args: Mapping[str, Any], threads: int) -> Any:
+        """One further engine of the target, with `args` beside those that every engine has."""
+        import ray
+
+        actor = self.own(name, self._engine_actor(name, engine_class, args, threads))
+        with self._progress.waiting(f"{name} to load the model"):
+            seconds = ray.get(actor.start.remote())
+        self._progress.say(f"{name} is up ({seconds:.0f} s)")
+        return actor
+
+    def _start_store(self) -> StoreConfig:
+        import ray
+
+        from draftline.hidden_states.master import MooncakeMaster
+
+        master = self.own("Mooncake master", MooncakeMaster.remote(str(self._folder.logs)))  # type: ignore[attr-defined]
+        address = ray.get(master.start.remote())
+        self._progress.say(f"Mooncake master at {address}")
+        states = self.recipe.hidden_states
+        return StoreConfig(
+            master_address=address,
+            segment_bytes=states.segment_bytes,
+            buffer_bytes=states.buffer_bytes,
+            protocol=states.protocol,
+            devices=states.rdma_devices,
+        )
+
+    def _start_replicas(self) -> list[Any]:
+        import ray
+
+        capture = capture_engine_args(
+            self.recipe.draft.tap_layers, self.target.num_layers, self.store().connector_config()
+        )
+        names = [f"target replica {number}" for number in range(self.recipe.hidden_states.replicas)]
+        started = [
+            self.own(name, self._engine_actor(name, TargetReplica, capture, self._all_cores())) for name in names
+        ]
+        with self._progress.waiting("the target replicas to load the model"):
+            seconds = ray.get([replica.start.remote() for replica in started])
+        self._progress.say(f"{len(started)} target replica(s) up ({max(seconds):.0f} s)")
+        return started
+
+    def _engine_actor(self, name: str, engine_class: type[Engine], args: Mapping[str, Any], threads: int) -> Any:
+        recipe = self.recipe
+        base = base_engine_args(
+            self.target.path,
+            accelerator=self.accelerator,
+            dtype=recipe.target.dtype,
+            max_model_len=recipe.training.row_tokens + 1,
+            max_requests=64,
+            tensor_parallel=recipe.target.tensor_parallel,
+            trust_remote_code=recipe.target.trust_remote_code,
+            seed=recipe.seed,
+        )
+        actor_class = engine_actor(
+            engine_class,
+            environment=engine_environment(self.accelerator, threads),
+            num_cpus=recipe.resources.cpus_per_actor,
+            num_gpus=recipe.target.tensor_parallel if self.accelerator == "gpu" else 0,
+            name=f"{recipe.run_id}: {name}",
+            concurrency=ENGINE_CONCURRENCY,
+        )
+        # The recipe's own engine arguments come last: they may override what is set here.
+        return actor_class.remote(base | dict(args) | recipe.target.engine_args)
+
+    def _all_cores(self) -> int:
+        return os.cpu_count() or 1
+
+
+def remote_task(function: Callable[..., Any], recipe: Recipe, threads: int) -> Any:
+    """A Ray task that may import torch, for work that the driver hands out whole."""
+    import ray
+
+    accelerated = recipe.resources.accelerator == "gpu"
+    return ray.remote(function).options(
+        num_cpus=recipe.resources.cpus_per_actor,
+        num_gpus=1 if accelerated else 0,
+        max_retries=0,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}},
+    )

@@ -1,0 +1,186 @@
+"""The frame that stages run in: it moves the run record through the states, times stages and skips what is done."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Literal
+
+from draftline.errors import InputError
+from draftline.recipe.schema import Recipe
+from draftline.runs.progress import Progress
+from draftline.runs.record import Attempt, Figure, RunRecord, StageRecord, now, open_run, write_record
+from draftline.runs.states import RunState, StageState, advance_run, advance_stage
+from draftline.runs.stopping import StopRequested
+from draftline.storage.artifacts import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """How a run is to end: `wait` serves until it is stopped, `leave` leaves the application up, `end` removes it."""
+
+    serve: Literal["wait", "leave", "end"] = "leave"
+
+
+@dataclass(slots=True)
+class Stage:
+    """One attempt at a stage, handed to the body of `RunFrame.stage`."""
+
+    name: str
+    folder: RunFolder
+    skipped: bool = False
+    _outputs: list[Path] = field(default_factory=list)
+
+    def made(self, *paths: Path) -> None:
+        """Names the stage's outputs, files or folders inside the run's folder; their checksums enter the record."""
+        self._outputs.extend(paths)
+
+    def checksums(self) -> dict[str, str]:
+        """The sha256 of all outputs, by record name."""
+        return self.folder.checksums(*self._outputs)
+
+
+@dataclass(slots=True)
+class RunFrame:
+    """A run's folder, record and progress, and the transitions between its states.
+
+    with RunFrame.open(store, recipe, progress) as frame, frame.running():
+        with frame.stage("prepare") as stage:
+            if not stage.skipped:
+                ...
+                stage.made(frame.folder.samples)
+                frame.figures({"prepare.samples": 480})
+    """
+
+    folder: RunFolder
+    record: RunRecord
+    progress: Progress
+    _lock: IO[str]
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, store: Path, recipe: Recipe, progress: Progress) -> Iterator[RunFrame]:
+        """Opens a new run or resumes one, and keeps other processes off it.
+
+        Raises InputError when the run_id exists with another recipe or another process is running it.
+        """
+        folder, record = open_run(store, recipe)
+        with (folder.path / ".lock").open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                lock.seek(0)
+                raise InputError(
+                    f"run {recipe.run_id!r} in {store} is being run by process {lock.read().strip() or '?'}; "
+                    "stop that one first, or give this recipe another run_id"
+                ) from error
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+            yield cls(folder, record, progress, lock)
+
+    def figures(self, values: Mapping[str, Figure]) -> None:
+        """Adds figures (dotted names) to the record and writes it."""
+        self.record.figures.update(values)
+        self._write()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The run is running in the block; then done, failed or stopped. Sets `time.total_s`, all attempts together.
+
+        Waiting for a user after the last stage belongs outside.
+        """
+        self._close_what_a_vanished_driver_left()
+        self._go(RunState.RUNNING)
+        self.record.attempts.append(Attempt(started=now()))
+        self._write()
+        try:
+            yield
+        except BaseException as error:
+            self._end_run(*_outcome(error))
+            raise
+        self._end_run("done", None)
+
+    @contextlib.contextmanager
+    def stage(self, name: str, *, again: bool = False) -> Iterator[Stage]:
+        """One attempt at stage `name`; `stage.skipped` says that it is done and its outputs verify.
+
+        `again` runs it even so (serving leaves nothing behind that could be verified). An error or a stop ends the
+        attempt, is recorded and goes on. Sets `time.<stage>_s`, all attempts together.
+        """
+        kept = self.record.stages[name]
+        if kept.state is StageState.DONE and not again:
+            damaged = self.folder.damaged(kept.outputs)
+            if not damaged:
+                self.progress.stage(name, "done before, outputs verified")
+                yield Stage(name, self.folder, skipped=True)
+                return
+            self.progress.say(f"stage {name} runs again: {', '.join(damaged[:3])} missing or changed")
+        self._move(name, StageState.RUNNING)
+        kept.attempts.append(Attempt(started=now()))
+        self._write()
+        self.progress.stage(name)
+        stage = Stage(name, self.folder)
+        try:
+            yield stage
+            kept.outputs = stage.checksums()
+        except BaseException as error:
+            self._end_stage(name, *_outcome(error))
+            raise
+        self._end_stage(name, "done", None)
+
+    def _end_stage(self, name: str, state: str, reason: str | None) -> None:
+        kept = self.record.stages[name]
+        kept.attempts[-1] = kept.attempts[-1].model_copy(update={"ended": now(), "reason": reason})
+        self.record.figures[f"time.{name}_s"] = _seconds(kept.attempts)
+        self._move(name, StageState(state))
+        self._write()
+
+    def _end_run(self, state: str, reason: str | None) -> None:
+        attempts = self.record.attempts
+        attempts[-1] = attempts[-1].model_copy(update={"ended": now(), "reason": reason})
+        self.record.figures["time.total_s"] = _seconds(attempts)
+        self._go(RunState(state))
+        self._write()
+
+    def _close_what_a_vanished_driver_left(self) -> None:
+        reason = "the driver ended without a word"
+        for name, kept in self.record.stages.items():
+            if kept.state is StageState.RUNNING:
+                self._move(name, StageState.STOPPED)
+                _close(kept.attempts, reason)
+        if self.record.state is RunState.RUNNING:
+            self._go(RunState.STOPPED)
+            _close(self.record.attempts, reason)
+
+    def _move(self, name: str, to: StageState) -> None:
+        for stage, state in advance_stage(self.record.states(), name, to).items():
+            if state is StageState.PENDING and self.record.stages[stage].state is not StageState.PENDING:
+                self.record.stages[stage] = StageRecord(attempts=self.record.stages[stage].attempts)
+            self.record.stages[stage].state = state
+
+    def _go(self, to: RunState) -> None:
+        self.record.state = advance_run(self.record.state, to, self.record.states())
+
+    def _write(self) -> None:
+        write_record(self.folder, self.record)
+
+
+def _outcome(error: BaseException) -> tuple[str, str]:
+    """The state that `error` ends an attempt in, and the reason for the record."""
+    if isinstance(error, StopRequested | KeyboardInterrupt | SystemExit):
+        return "stopped", f"stop requested ({error or type(error).__name__})"
+    return "failed", f"{type(error).__name__}: {error}"
+
+
+def _seconds(attempts: list[Attempt]) -> float:
+    return round(sum(attempt.seconds for attempt in attempts), 3)
+
+
+def _close(attempts: list[Attempt], reason: str) -> None:
+    # Nobody knows when it ended, so it counts as no time at all rather than as the time until now.
+    attempts[-1] = attempts[-1].model_copy(update={"ended": attempts[-1].started, "reason": reason})

@@ -1,0 +1,122 @@
+"""The one place that talks to vLLM's arguments: what an engine is started with, for each of the uses a run makes of it.
+
+Pure: nothing here imports vLLM, so the driver may call it. The functions return keyword arguments of vLLM's
+`AsyncEngineArgs`, and the environment variables that must be set before vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+Accelerator = Literal["cpu", "gpu"]
+
+CPU_KV_CACHE_GIB = 1
+CONNECTOR = ("HiddenStatesConnector", "draftline.hidden_states.connector")
+CPU_DRAFT_WORKER = "draftline.vllm_plugin.worker.DSparkCPUWorker"
+WORKER_EXTENSION = "draftline.vllm_plugin.extension.WorkerExtension"
+
+
+def engine_environment(accelerator: Accelerator, threads: int) -> dict[str, str]:
+    """Environment of a process that holds an engine. It must be there before the process starts."""
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if accelerator == "gpu":
+        return environment
+    environment |= {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        # Idle OpenMP threads sleep instead of spinning: on two cores they would take the trainer's time.
+        "KMP_BLOCKTIME": "1",
+    }
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if openmp.exists():  # comes with vllm-cpu; faster loading, and vLLM's speculative decoding on CPU wants it
+        environment["LD_PRELOAD"] = str(openmp)
+    return environment
+
+
+def base_engine_args(
+    model: Path | str,
+    *,
+    accelerator: Accelerator,
+    dtype: str,
+    max_model_len: int,
+    max_requests: int,
+    tensor_parallel: int = 1,
+    trust_remote_code: bool = False,
+    seed: int = 0,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Arguments that every engine shares. `max_model_len` in tokens, `max_requests` decoded at once."""
+    args: dict[str, Any] = {
+        "model": str(model),
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_requests,
+        "tensor_parallel_size": tensor_parallel,
+        "trust_remote_code": trust_remote_code,
+        "seed": seed,
+        "enable_log_requests": False,
+    }
+    if accelerator == "cpu":
+        # float32 is several times faster than bfloat16 where the CPU lacks native bfloat16.
+        args |= {"dtype": "float32" if dtype == "auto" else dtype, "enforce_eager": True}
+    return args | dict(extra or {})
+
+
+def capture_engine_args(
+    tap_layers: Sequence[int], target_layers: int, store: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments that make a target replica emit hidden states of the tap layers and of its last layer into Mooncake.
+
+    `store` is the configuration of hs-connectors' `MooncakeStoreConfig`.
+    """
+    name, module = CONNECTOR
+    return {
+        # A cached prefix would not be computed again, and its hidden states would be missing.
+        "enable_prefix_caching": False,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {
+                "hf_config": {"eagle_aux_hidden_state_layer_ids": [*tap_layers, target_layers]},
+            },
+        },
+        "kv_transfer_config": {
+            "kv_connector": name,
+            "kv_role": "kv_producer",
+            "kv_connector_module_path": module,
+            "kv_connector_extra_config": {"mooncake": dict(store)},
+        },
+    }
+
+
+def draft_engine_args(
+    draft: Path | str,
+    *,
+    draft_tokens: int,
+    accelerator: Accelerator,
+    confidence_cut: float | Literal["auto"] = 0.0,
+    draft_sampling: str = "greedy",
+    rejection_method: str = "standard",
+) -> dict[str, Any]:
+    """Arguments that make an engine decode with a DSpark draft.
+
+    On a GPU this is vLLM's own DSpark; on a CPU it is the project's plugin, which cuts drafts at `confidence_cut`.
+    """
+    speculative: dict[str, Any] = {"method": "dspark", "model": str(draft), "num_speculative_tokens": draft_tokens}
+    if accelerator == "gpu":
+        speculative |= {"draft_sample_method": draft_sampling, "rejection_sample_method": rejection_method}
+        return {"speculative_config": speculative}
+    return {
+        "speculative_config": speculative,
+        "worker_cls": CPU_DRAFT_WORKER,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "additional_config": {"draftline": {"confidence_cut": confidence_cut}},
+        # Drafts whose length differs from request to request need the scheduler to wait for them.
+        "async_scheduling": False,
+    }
