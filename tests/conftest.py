@@ -20,7 +20,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
-from tiny import build_tiny_target  # noqa: E402 - needs the path above
+from tiny import build_tiny_target
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,13 @@ ends its answer by itself, and its greedy answers differ from prompt to prompt. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from speculators.models.dspark import DSparkDraftModel
+    from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
 BlockLayout = Literal["anchor_first", "one_plus_n"]
@@ -73,11 +76,14 @@ def build_tiny_draft(
     layers: int = 1,
     tap_layers: tuple[int, ...] = TAP_LAYERS,
     seed: int = 0,
+    memorise: Sequence[Sequence[int]] = (),
+    steps: int = 60,
 ) -> Path:
-    """Write an untrained DSpark draft for `target` into `folder`, in speculators' format; returns `folder`.
+    """Write a DSpark draft for `target` into `folder`, in speculators' format; returns `folder`.
 
     `draft_vocab` takes that many of the target's tokens, the printable ones first; None: its whole vocabulary.
-    Weights are drawn wide enough that drafts depend on context, block position and the token before.
+    Weights are drawn wide enough that drafts depend on context, block position and the token before. `memorise` holds
+    token ids (prompt and answer) that the draft is trained on for `steps` steps, so that it is right about them often.
     """
     import torch
     from speculators.models.dspark import DSparkDraftModel
@@ -120,8 +126,52 @@ def build_tiny_draft(
         for name, weight in draft.named_parameters():
             if weight.requires_grad and weight.dim() == 2 and "lm_head" not in name and "embed_tokens" not in name:
                 weight.normal_(0.0, 0.2)
+    if memorise:
+        _memorise(draft, target, memorise, steps)
     draft.save_pretrained(folder)
     return folder
+
+
+def target_states(
+    target: Path, sequences: Sequence[Sequence[int]], tap_layers: tuple[int, ...] = TAP_LAYERS
+) -> list[tuple[Tensor, Tensor]]:
+    """What the target computes for each sequence, by transformers: (taps [T, taps * H], last layer [T, H])."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    last: list[Tensor] = []
+    # The last entry of `hidden_states` has been through the final norm; drafts learn from the layer's own output.
+    model.model.layers[-1].register_forward_hook(lambda _module, _inputs, output: last.append(output))
+    states = []
+    with torch.no_grad():
+        for sequence in sequences:
+            layers = model.model(torch.tensor([list(sequence)]), output_hidden_states=True).hidden_states
+            states.append((torch.cat([layers[tap][0] for tap in tap_layers], dim=-1), last.pop()[0]))
+    return states
+
+
+def _memorise(draft: DSparkDraftModel, target: Path, sequences: Sequence[Sequence[int]], steps: int) -> None:
+    import torch
+    from speculators.losses import resolve_loss_config
+
+    states = target_states(target, sequences, tuple(draft.target_layer_ids))
+    lengths = [len(sequence) for sequence in sequences]
+    row = {
+        "input_ids": torch.tensor([[token for sequence in sequences for token in sequence]]),
+        "hidden_states": torch.cat([taps for taps, _ in states])[None],
+        "verifier_last_hidden_states": torch.cat([last for _, last in states])[None],
+        "loss_mask": torch.ones(1, sum(lengths), dtype=torch.bool),
+        "document_ids": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+    }
+    loss_config, tv = resolve_loss_config('{"ce": 0.9, "tv": 0.1}', "eager"), resolve_loss_config("tv", "eager")
+    optimizer = torch.optim.AdamW([weight for weight in draft.parameters() if weight.requires_grad], lr=5e-3)
+    for _ in range(steps):
+        _, loss, _ = draft(**row, loss_config=loss_config, tv_loss_fn=tv["tv"][0], max_anchors=96)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -138,7 +188,7 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def _printable_first(vocab: int):  # noqa: ANN202 - torch is imported inside
+def _printable_first(vocab: int) -> Tensor:
     import torch
 
     tokenizer = _byte_tokenizer()

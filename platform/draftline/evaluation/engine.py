@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from draftline.evaluation.answers import Answer
 from draftline.targets.engine import Engine
@@ -28,8 +28,8 @@ class MeasuredEngine(Engine):
         prompt = {"prompt_token_ids": list(prompt_token_ids)}
         began = time.perf_counter()
         final: Any = None
-        async for final in self._llm.generate(prompt, sampling, request_id=request_id):
-            pass
+        async for output in self._llm.generate(prompt, sampling, request_id=request_id):
+            final = output
         seconds = time.perf_counter() - began
         if final is None or not final.finished:
             raise RuntimeError(f"the engine ended request {request_id} without an answer")
@@ -42,6 +42,7 @@ class MeasuredEngine(Engine):
             accepted=tuple(drafts.per_step_accepted) if drafts else (),
         )
 
-    async def set_confidence_cut(self, cut: float | Literal["auto"]) -> list[Any]:
-        """Where drafts end from now on (CPU plugin only); 0 never cuts. Returns the cut of each worker."""
-        return await self.call_workers("set_confidence_cut", cut)
+    async def set_confidence_cut(self, cut: float) -> float:
+        """Where drafts end from now on (CPU plugin only), 0: nowhere; returns the cut until now."""
+        before: list[float] = await self.call_workers("set_confidence_cut", cut)
+        return before[0]

@@ -7,20 +7,46 @@ from collections.abc import Iterable, Sequence
 from draftline.evaluation.answers import Answer, Measurement
 
 
+def kept(answer: Answer) -> list[int]:
+    """Accepted tokens of each draft that are part of the answer: the last draft may have reached beyond its end.
+
+    Holds for drafts that are never cut, where each pass of the target verifies one.
+    """
+    inside = list(answer.accepted)
+    if inside:
+        left = len(answer.token_ids) - 1 - sum(count + 1 for count in inside[:-1])
+        inside[-1] = min(inside[-1], left)
+    return inside
+
+
 def acceptance_length(answers: Iterable[Answer]) -> float:
-    """Tokens that one pass of the target yields: 1 (the bonus token) + accepted tokens / drafts; 1.0 without drafts."""
-    accepted = drafts = 0
-    for answer in answers:
-        accepted += sum(answer.accepted)
-        drafts += len(answer.accepted)
-    return 1.0 + accepted / drafts if drafts else 1.0
+    """Tokens that one pass of the target yields: 1 (the bonus token) + accepted tokens / drafts; 1.0 without drafts.
+
+    As the walk estimate does, it counts what the answers hold.
+    """
+    counts = [count for answer in answers for count in kept(answer)]
+    return 1.0 + sum(counts) / len(counts) if counts else 1.0
 
 
 def acceptance_per_position(answers: Sequence[Answer]) -> list[float]:
     """Share of all drafts whose k-th token was kept, k = 1.. up to the longest draft."""
-    kept = [count for answer in answers for count in answer.accepted]
+    counts = [count for answer in answers for count in kept(answer)]
     longest = max((length for answer in answers for length in answer.drafted), default=0)
-    return [sum(count >= k for count in kept) / len(kept) for k in range(1, longest + 1)]
+    return [sum(count >= k for count in counts) / len(counts) for k in range(1, longest + 1)]
+
+
+def passes(answer: Answer) -> int:
+    """Passes of the target after the prompt's: those that verified a draft, and those that had none to verify.
+
+    Each pass yields its accepted tokens and one more, so the rest of the tokens came from passes without a draft.
+    """
+    return max(len(answer.accepted), len(answer.token_ids) - 1 - sum(answer.accepted))
+
+
+def tokens_per_pass(answers: Sequence[Answer]) -> float:
+    """Tokens of the answers, each one's first aside, per pass of the target; none beyond an answer's end counts."""
+    count = sum(passes(answer) for answer in answers)
+    return sum(len(answer.token_ids) - 1 for answer in answers) / count if count else 1.0
 
 
 def tokens_per_s(answers: Sequence[Answer]) -> float:
@@ -38,7 +64,8 @@ def evaluation_figures(measurements: Sequence[Measurement], estimate: float) -> 
     """The `evaluate.*` figures.
 
     `estimate` is the offline walk estimate of the acceptance length on the same prompts. `acceptance_length` and its
-    parts are of uncut drafts, which the estimate speaks of; `_cut` is what serving's drafts reach. The gap is relative.
+    parts are of uncut drafts, which the estimate speaks of; `_cut` is what serving's drafts reach, passes without any
+    included. The gap is relative.
     """
     if not measurements:
         raise ValueError("no measurements")
@@ -50,7 +77,8 @@ def evaluation_figures(measurements: Sequence[Measurement], estimate: float) -> 
         "prompts": float(len(measurements)),
         "output_tokens": float(sum(len(answer.token_ids) for answer in plain)),
         "acceptance_length": measured,
-        "acceptance_length_cut": acceptance_length(served),
+        "acceptance_length_cut": tokens_per_pass(served),
+        "drafted_per_pass_cut": _share(sum(sum(answer.drafted) for answer in served), sum(map(passes, served))),
         "estimate_acceptance_length": estimate,
         "estimate_gap": abs(measured - estimate) / estimate,
         "identical_share": identical_share([(m.plain, m.served) for m in measurements]),
@@ -58,7 +86,6 @@ def evaluation_figures(measurements: Sequence[Measurement], estimate: float) -> 
         "tokens_per_s_plain": tokens_per_s(plain),
         "tokens_per_s_draft": tokens_per_s(served),
         "speedup_batch1": tokens_per_s(served) / tokens_per_s(plain),
-        "drafted_per_pass_cut": _mean([length for answer in served for length in answer.drafted]),
     }
     for k, share in enumerate(acceptance_per_position(uncut), start=1):
         figures[f"acceptance_per_position.{k}"] = share
@@ -67,5 +94,5 @@ def evaluation_figures(measurements: Sequence[Measurement], estimate: float) -> 
     return {f"evaluate.{name}": value for name, value in figures.items()}
 
 
-def _mean(values: Sequence[int]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -30,20 +30,18 @@ def measure(
 ) -> list[Measurement]:
     """Answers every prompt with both engines (handles of started `MeasuredEngine` actors).
 
-    `serving_cut` is the confidence cut that serving uses; none: the engine cannot cut (GPU), and drafts stay as they
-    are. `timeout_s` bounds each wait for an answer. Errors of the engines propagate.
+    `serving_cut` is the confidence cut that the draft engine was started with, the same as in serving; none: the engine
+    cannot cut (GPU), and drafts stay as they are. `timeout_s` bounds each wait for an answer. Errors of the engines
+    propagate.
     """
     if not prompts:
         raise ValueError("no prompts to measure with")
-    switchable = serving_cut is not None
     for name, engine in (("plain", plain_engine), ("draft", draft_engine)):
         ray.get(engine.measure.remote(f"warm-up-{name}", prompts[0].token_ids, WARM_UP_TOKENS), timeout=timeout_s)
-    if switchable:
-        ray.get(draft_engine.set_confidence_cut.remote(serving_cut), timeout=timeout_s)
     plain, served = _take_turns(plain_engine, draft_engine, prompts, max_tokens, timeout_s, progress)
-    if switchable:
-        ray.get(draft_engine.set_confidence_cut.remote(0.0), timeout=timeout_s)
-    progress(f"{len(prompts)} prompts at once, drafts uncut")
+    if serving_cut is not None:
+        cut = ray.get(draft_engine.set_confidence_cut.remote(0.0), timeout=timeout_s)
+        progress(f"drafts were cut at {cut:.3f}; now uncut, {len(prompts)} prompts at once")
     uncut = ray.get(
         [draft_engine.measure.remote(f"uncut-{p.number}", p.token_ids, max_tokens) for p in prompts],
         timeout=timeout_s * len(prompts),

@@ -23,15 +23,14 @@ def check_served(figures: Mapping[str, float], measurements: Sequence[Measuremen
     if gap > tolerance:
         raise ServedCheckFailed(
             f"acceptance length in vLLM is {figures['evaluate.acceptance_length']:.3f}, the walk estimate "
-            f"{figures['evaluate.estimate_acceptance_length']:.3f}: they differ by {gap:.1%}, allowed is {tolerance:.1%}"
+            f"{figures['evaluate.estimate_acceptance_length']:.3f}: they differ by {gap:.1%}, "
+            f"allowed is {tolerance:.1%}"
         )
 
 
 def _difference(m: Measurement, share: float) -> str:
     plain, served = m.plain.token_ids, m.served.token_ids
-    at = next(
-        (i for i, (a, b) in enumerate(zip(plain, served, strict=False)) if a != b), min(len(plain), len(served))
-    )
+    at = next((i for i, (a, b) in enumerate(zip(plain, served, strict=False)) if a != b), min(len(plain), len(served)))
     found = [tokens[at] if at < len(tokens) else "nothing" for tokens in (plain, served)]
     return (
         f"greedy answers with and without the draft are equal on {share:.1%} of the prompts, 100% is wanted; first on "

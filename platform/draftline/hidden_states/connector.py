@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from hs_connectors.mooncake_hidden_states_connector import MooncakeHiddenStatesConnector
+from vllm.v1.request import Request, RequestStatus
 
+# A request that ended in another way (aborted, refused, failed) may never have been computed, or only in part; upstream
+# would look for its blocks and stop the engine.
+COMPUTED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION)
 # In a request's `kv_transfer_params`: write this request's hidden states.
 CAPTURE = "draftline_capture"
 
@@ -38,10 +42,9 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
             return _HOST
         return super()._device()
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         wanted = bool((request.kv_transfer_params or {}).get(CAPTURE))
-        # A request aborted before it was scheduled has no states: its blocks were never allocated.
-        if not wanted or not block_ids:
+        if not wanted or request.status not in COMPUTED:
             self._request_keys.pop(request.request_id, None)
             return False, None
         return super().request_finished(request, block_ids)

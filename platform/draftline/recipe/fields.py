@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 from draftline.recipe.schema import Recipe, Section
 
 MAPPING = "a mapping of keys"
-_PLAIN = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value", type(None): "null"}
+_PLAIN = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
 _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 
@@ -117,16 +117,17 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Literal:
         return ("one of " if len(args) > 1 else "") + ", ".join(map(str, args))
     if origin is list:
-        return f"list of {_in_words(args[0])}"
+        at_least = next((entry.min_length for entry in metadata if hasattr(entry, "min_length")), 0)
+        return f"list{f' of at least {at_least}' if at_least else ''}: {_in_words(args[0])}"
     if origin is tuple:
-        return f"list of {len(args)} values: {', '.join(_in_words(arg) for arg in args)}"
+        return f"list of {len(args)}: {', '.join(_in_words(arg) for arg in args)}"
     if origin is dict:
         return MAPPING
     if any(isinstance(entry, BeforeValidator) for entry in metadata):
         return "bytes with a unit, such as 512MiB"
-    words = _PLAIN.get(annotation) or str(annotation)
+    words = _PLAIN.get(annotation, "any value")
     patterns = [f"of the form {entry.pattern}" for entry in metadata if getattr(entry, "pattern", None)]
-    return " ".join([words, " and ".join(_bounds(metadata)), *patterns]).replace("  ", " ").strip()
+    return " ".join(filter(None, [words, " and ".join(_bounds(metadata)), *patterns]))
 
 
 def _bounds(metadata: Sequence[Any]) -> list[str]:

@@ -12,12 +12,13 @@ import yaml
 from pydantic import ValidationError
 
 from draftline.errors import InputError
-from draftline.recipe.fields import field_allows, section_keys, suggestion
-from draftline.recipe.problems import Places, describe_problems
+from draftline.recipe.fields import MAPPING, field_allows, section_keys, suggestion
+from draftline.recipe.problems import Places, describe_problems, describe_value
 from draftline.recipe.schema import Recipe
-from draftline.recipe.source import KeyPath, parse_yaml, read_text
+from draftline.recipe.source import parse_yaml, read_text
 
 _ABSENT = "absent"
+_WANTED = "a mapping of keys, such as run_id, target, data and draft"
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -28,9 +29,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     source = parse_yaml(read_text(path), label=str(path))
     if source.value is None:
-        raise InputError(f"{path}:1: found an empty file; allowed: a recipe, a mapping with the key run_id and others")
+        raise InputError(f"{path}:1: found an empty file; allowed: {_WANTED}")
     if not isinstance(source.value, dict):
-        raise InputError(f"{path}:1: found a {type(source.value).__name__}; allowed: a mapping with the key run_id and others")
+        raise InputError(f"{path}:1: found {describe_value(source.value)}; allowed: {_WANTED}")
     places = Places(str(path), source.lines)
     values = source.value
     for override in overrides:
@@ -45,17 +46,17 @@ def _apply(override: str, values: dict[str, Any], places: Places) -> dict[str, A
     """A copy of `values` with one override in it; `places` learns where the new values came from."""
     label = f"--set {override}"
     dotted, equals, text = override.partition("=")
-    path: KeyPath = tuple(dotted.strip().split("."))
+    path = tuple(dotted.strip().split("."))
     if not equals or not all(path):
         raise InputError(f"{label}: found no KEY=VALUE; allowed: a dotted key and a value, such as training.epochs=2")
-    _require_known(label, tuple(map(str, path)))
+    _require_known(label, path)
     value = parse_yaml(text, label=label, numbered=False).value
     result = dict(values)
     section = result
     for depth, key in enumerate(path[:-1], start=1):
         below = section.get(key, {})
         if not isinstance(below, dict):
-            raise InputError(f"{label}: {'.'.join(map(str, path[:depth]))} is {below!r}; allowed: a mapping of keys")
+            raise InputError(f"{label}: {'.'.join(path[:depth])}: found {describe_value(below)}; allowed: {MAPPING}")
         section[key] = section = dict(below)
     section[path[-1]] = value
     places.override(path, label)
@@ -63,13 +64,13 @@ def _apply(override: str, values: dict[str, Any], places: Places) -> dict[str, A
 
 
 def _require_known(label: str, path: tuple[str, ...]) -> None:
-    """Raises InputError unless the schema has this path. Keys inside a free mapping (engine_args) are not known to it."""
+    """Raises InputError unless the schema has this path. What stands inside a free mapping (engine_args) is free."""
     for depth in range(1, len(path) + 1):
         known = path[:depth]
         if known not in field_allows():
             raise InputError(f"{label}: {'.'.join(known)}: unknown key; {suggestion(known)}")
         if known not in section_keys():
-            if depth < len(path) and field_allows()[known] != "a mapping of keys":
+            if depth < len(path) and field_allows()[known] != MAPPING:
                 raise InputError(f"{label}: {'.'.join(path)}: unknown key; {'.'.join(known)} has no keys of its own")
             return
 

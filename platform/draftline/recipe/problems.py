@@ -27,6 +27,7 @@ class Places:
     def override(self, path: KeyPath, label: str) -> None:
         """From now on the value at `path`, and all below it, came from this override."""
         self.overrides = {known: text for known, text in self.overrides.items() if known[: len(path)] != path}
+        self.lines = {known: line for known, line in self.lines.items() if known[: len(path)] != path}
         self.overrides[path] = label
 
     def of(self, path: KeyPath) -> str:

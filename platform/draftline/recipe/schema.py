@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, mo
 class Section(BaseModel):
     """A part of a recipe: unknown keys are refused, values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
 
 def _byte_count(value: Any) -> Any:
@@ -42,13 +42,17 @@ class Target(Section):
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("auto", description="the engine's compute type")
     trust_remote_code: bool = Field(False, description="let the target's own code run; off unless said here")
     tensor_parallel: Positive = Field(1, description="GPUs (or CPU ranks) per replica")
-    engine_args: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, as vLLM names them")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="further vLLM engine arguments, as vLLM names them"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Target:
         given = [name for name in ("package", "path", "hub") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"name the target by exactly one of package, path, hub; found {', '.join(given) or 'none'}")
+            raise ValueError(
+                f"name the target by exactly one of package, path, hub; found {', '.join(given) or 'none'}"
+            )
         if self.revision is not None and self.hub is None:
             raise ValueError("revision goes with hub only")
         return self
@@ -71,9 +75,12 @@ class Data(Section):
 
     prompts: str = Field(description="JSONL file of prompts or conversations; relative to the recipe's folder")
     field: str | None = Field(
-        None, description="field that holds the prompt; none: `prompt`, `question`, `turns`, `messages` or `conversations`"
+        None,
+        description="field that holds the prompt; none: `prompt`, `question`, `turns`, `messages` or `conversations`",
     )
-    max_prompts: Positive | None = Field(None, description="use only so many prompts (spread over the domains); none: all")
+    max_prompts: Positive | None = Field(
+        None, description="use only so many prompts (spread over the domains); none: all"
+    )
     held_out_share: float = Field(0.1, gt=0.0, lt=1.0, description="share of each domain's prompts never trained on")
     answer: Answer = Field(default_factory=Answer)
 
@@ -90,7 +97,8 @@ class Draft(Section):
         "anchor_first", description="anchor_first drafts block_size tokens a pass, one_plus_n block_size - 1"
     )
     vocab_size: Positive | None = Field(
-        None, description="reduced draft vocabulary from the data's own token counts; none: the target's whole vocabulary"
+        None,
+        description="reduced draft vocabulary from the data's own token counts; none: the target's whole vocabulary",
     )
     mask_token_id: Annotated[int, Field(ge=0)] | None = Field(
         None, description="token id of masked positions; none: a token that the target's tokenizer keeps unused"
@@ -100,7 +108,9 @@ class Draft(Section):
     kv_heads: Positive | None = Field(None, description="key/value heads; none: the target's")
     head_dim: Positive | None = Field(None, description="size of one head; none: the target's")
     ffn_size: Positive | None = Field(None, description="feed-forward width; none: the target's")
-    sliding_window: Positive | None = Field(None, description="attention window of the draft's layers, tokens; none: full")
+    sliding_window: Positive | None = Field(
+        None, description="attention window of the draft's layers, tokens; none: full"
+    )
 
     @property
     def max_draft_tokens(self) -> int:
@@ -159,7 +169,9 @@ class Training(Section):
     threads: Positive = Field(1, description="CPU threads of one worker")
     epochs: Positive = Field(1, description="passes over the samples")
     row_tokens: Annotated[int, Field(ge=16)] = Field(1024, description="tokens of one packed row")
-    max_anchors: Positive = Field(256, description="block anchors drawn per row; fewer than its answer tokens covers a part")
+    max_anchors: Positive = Field(
+        256, description="block anchors drawn per row; fewer than its answer tokens covers a part"
+    )
     prefetch_rows: Positive = Field(2, description="rows that one worker reads ahead")
     evaluate_every_steps: Positive = Field(50, description="steps between held-out evaluations")
     checkpoint_every_steps: Positive = Field(100, description="steps between checkpoints")
@@ -187,7 +199,8 @@ class Serving(Section):
     max_requests: Positive = Field(4, description="requests that one replica decodes at once")
     draft_tokens: Positive | None = Field(None, description="tokens drafted a pass; none: all that a block drafts")
     confidence_cut: Literal["auto"] | Share = Field(
-        "auto", description="drafts end where the product of confidences falls below this; 0: never; auto: measured at start"
+        "auto",
+        description="drafts end where the product of confidences falls below this; 0: never; auto: measured at start",
     )
     draft_sampling: Literal["greedy", "probabilistic"] = Field("greedy", description="how draft tokens are drawn (GPU)")
     rejection_method: Literal["standard", "block"] = Field("standard", description="vLLM's rejection sampling (GPU)")
@@ -197,7 +210,9 @@ class Resources(Section):
     """What the run takes of the machine or cluster."""
 
     accelerator: Literal["cpu", "gpu"] = Field("cpu", description="where engines and training run")
-    memory_limit_bytes: Bytes | None = Field(None, description="most memory of all the run's processes; none: not checked")
+    memory_limit_bytes: Bytes | None = Field(
+        None, description="most memory of all the run's processes; none: not checked"
+    )
     cpus_per_actor: float = Field(0.5, ge=0.0, description="logical CPUs that an engine or a worker asks Ray for")
 
 

@@ -35,8 +35,13 @@ class RunActors:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all actors, the latest first; they start again when wanted again."""
         for name in reversed(list(self._owned)):
             self.end(name)
+        self._replicas, self._store = [], None
 
     @property
     def accelerator(self) -> Any:
@@ -109,9 +114,7 @@ class RunActors:
     def _start_replicas(self) -> list[Any]:
         import ray
 
-        capture = capture_engine_args(
-            self.recipe.draft.tap_layers, self.target.num_layers, self.store().connector_config()
-        )
+        capture = capture_engine_args(self.recipe.draft.tap_layers, self.target.layers, self.store().connector_config())
         names = [f"target replica {number}" for number in range(self.recipe.hidden_states.replicas)]
         started = [
             self.own(name, self._engine_actor(name, TargetReplica, capture, self._all_cores())) for name in names

@@ -173,7 +173,7 @@ class RunFrame:
 def _outcome(error: BaseException) -> tuple[str, str]:
     """The state that `error` ends an attempt in, and the reason for the record."""
     if isinstance(error, StopRequested | KeyboardInterrupt | SystemExit):
-        return "stopped", f"stop requested ({error or type(error).__name__})"
+        return "stopped", f"stop requested ({str(error) or type(error).__name__})"
     return "failed", f"{type(error).__name__}: {error}"
 
 

@@ -92,7 +92,9 @@ def open_run(store: Path, recipe: Recipe) -> tuple[RunFolder, RunRecord]:
     folder = RunFolder(store, recipe.run_id)
     if folder.record.exists():
         record = read_record(folder)
-        differences = recipe_differences(record.recipe, recipe.model_dump(mode="json"))
+        # The store is where the record was found, however it was written.
+        new = recipe.model_dump(mode="json") | {"store": record.recipe.get("store")}
+        differences = recipe_differences(record.recipe, new)
         if differences:
             raise InputError(
                 f"{folder.path}: a run {recipe.run_id!r} exists with another recipe: {'; '.join(differences)}. "

@@ -15,8 +15,9 @@ PROGRESS_WAIT_S = 1.0
 
 
 def conversation(prompt: Prompt, answer: Answer) -> list[dict]:
-    """The messages that the target sees, with the recipe's system message first."""
-    system = [{"role": "system", "content": answer.system_prompt}] if answer.system_prompt else []
+    """The messages that the target sees: the recipe's system message first, unless the prompt brings its own."""
+    own = prompt.messages[0]["role"] == "system"
+    system = [{"role": "system", "content": answer.system_prompt}] if answer.system_prompt and not own else []
     return [*system, *prompt.messages]
 
 
@@ -41,9 +42,7 @@ def answer_prompts(
 
     def ask(replica: Any) -> None:
         prompt, ids = waiting.pop()
-        ref = replica.answer.remote(
-            prompt.number, list(ids), answer.max_tokens, answer.temperature, answer.top_p, seed
-        )
+        ref = replica.answer.remote(prompt.number, list(ids), answer.max_tokens, answer.temperature, answer.top_p, seed)
         in_flight[ref] = (prompt, ids, replica)
 
     for _ in range(IN_FLIGHT):

@@ -20,7 +20,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 from draftline.errors import InputError
 from draftline.serving.config import ServeConfig, complete, engine_kwargs, parse_serve_config
 from draftline.serving.port import hold_port
-from draftline.serving.probe import ServeUnanswered, list_models
+from draftline.serving.probe import ServeUnanswered, list_models, proxy_answers
 from draftline.targets.engine_args import engine_environment
 
 Progress = Callable[[str], None]
@@ -56,7 +56,7 @@ def build_app(config: ServeConfig) -> serve.Application:
     on_cpu = config.accelerator == "cpu"
     llm = LLMConfig(
         model_loading_config={"model_id": config.model_name, "model_source": config.target},
-        accelerator_config={"kind": config.accelerator},
+        accelerator_config={"kind": config.accelerator},  # type: ignore[arg-type]
         # Logical CPUs only steer Ray's placement; the engine's threads are in its environment.
         placement_group_config={"bundle_per_worker": {"CPU": config.cpus}} if on_cpu else None,
         deployment_config={
@@ -80,14 +80,15 @@ def deploy(config: ServeConfig, *, timeout_s: float = 600.0, progress: Progress 
     config = complete(config)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     config = _start_serve(config)
-    replaces = config.model_name in serve.status().applications
+    replaces = config.application in serve.status().applications
     try:
         _wait_until_running(config, timeout_s, progress)
     except BaseException:
         if not replaces:
-            remove(config.model_name)
+            remove(config.application)
         raise
-    return Served(config.model_name, config.url)
+    _end_telemetry()
+    return Served(config.application, config.url)
 
 
 def remove(name: str) -> None:
@@ -104,15 +105,14 @@ def _start_serve(config: ServeConfig) -> ServeConfig:
     """Starts Serve's proxy on the config's port, or makes sure that the Serve that runs already listens there."""
     if serve.status().proxies:
         if config.port == 0:
-            raise InputError("serving.port: 0 means any free port, but Ray Serve runs already; name the port it listens on")
-        try:
-            list_models(config.model_copy(update={"route_prefix": "/"}).url, timeout_s=2.0)
-        except ServeUnanswered as error:
-            if "HTTP status" not in str(error):
-                raise InputError(
-                    f"serving.port: Ray Serve runs on this cluster already, and not on port {config.port}; one cluster "
-                    "serves on one port: name that, or shut Serve down first"
-                ) from None
+            raise InputError(
+                "serving.port: 0 means any free port, but Ray Serve runs already; name the port it listens on"
+            )
+        if not proxy_answers(config.model_copy(update={"route_prefix": "/"}).url):
+            raise InputError(
+                f"serving.port: Ray Serve runs on this cluster already, and not on port {config.port}; one cluster "
+                "serves on one port: name that, or shut Serve down first"
+            )
         return config
     with hold_port(config.host, config.port) as port:
         config = config.model_copy(update={"port": port})
@@ -126,14 +126,13 @@ def _submit(config: ServeConfig) -> ray.ObjectRef:
     def build_and_deploy(values: dict[str, Any]) -> None:
         app = build_app(ServeConfig(**values))
         target = serve.RunTarget(
-            app, name=config.model_name, route_prefix=config.route_prefix, logging_config=QUIET.model_dump()
+            app, name=config.application, route_prefix=config.route_prefix, logging_config=QUIET.model_dump()
         )
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     environment = engine_environment(config.accelerator, config.threads)
-    task = ray.remote(build_and_deploy).options(
-        num_cpus=0, max_calls=1, max_retries=0, runtime_env={"env_vars": environment}
-    )
+    # One call a process: vLLM's memory goes back when the application is built.
+    task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, runtime_env={"env_vars": environment})(build_and_deploy)
     return task.remote(config.model_dump())
 
 
@@ -145,7 +144,7 @@ def _wait_until_running(config: ServeConfig, timeout_s: float, progress: Progres
         built, _ = ray.wait([submitted], timeout=POLL_S)
         if built:
             ray.get(submitted)
-            application = serve.status().applications.get(config.model_name)
+            application = serve.status().applications.get(config.application)
             if application is not None and application.status == ApplicationStatus.RUNNING:
                 break
             if application is not None and application.status == ApplicationStatus.DEPLOY_FAILED:
@@ -172,14 +171,16 @@ def _wait_for_answer(config: ServeConfig) -> None:
             time.sleep(POLL_S)
             continue
         if config.model_name not in models:
-            raise ServeFailed(f"{config.url} answers for {', '.join(models) or 'no model'}, not for {config.model_name}")
+            raise ServeFailed(
+                f"{config.url} answers for {', '.join(models) or 'no model'}, not for {config.model_name}"
+            )
         return
 
 
 def _waits_for(config: ServeConfig, built: bool) -> str:
     if not built:
         return "building the Serve application"
-    application = serve.status().applications.get(config.model_name)
+    application = serve.status().applications.get(config.application)
     if application is None:
         return "waiting for Serve to take the application"
     waiting = [name for name, deployment in application.deployments.items() if deployment.status != "HEALTHY"]
@@ -192,7 +193,7 @@ def _say(name: str, application: Any) -> str:
 
 
 def _end_telemetry() -> None:
-    """ray.serve.llm leaves a detached actor behind that counts models; it goes with the last application."""
+    """Ends the detached actor in which ray.serve.llm counts models: it holds 400 MB and outlives the application."""
     try:
         ray.kill(ray.get_actor("llm_serve_telemetry", namespace="llm_serve_telemetry"))
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -30,15 +31,16 @@ OWN_ENGINE_ARGS = frozenset(
         "distributed_executor_backend",
     }
 )
+HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
 class ServeConfig(Section):
     """One Serve application: a target, its draft, and how they are served."""
 
     model_name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name that clients ask for; the application's name too"
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9./_-]*$", description="name that clients ask for, such as a hub id"
     )
-    target: str = Field(min_length=1, description="the target's folder, or a hub id")
+    target: str = Field(min_length=1, description="the target's folder (~ is the home folder), or a hub id")
     draft: str | None = Field(None, description="the draft's folder; none: the target alone")
     accelerator: Literal["cpu", "gpu"] = Field("cpu", description="where the engines run")
     draft_tokens: Positive | None = Field(None, description="tokens drafted a pass; none: all that a block drafts")
@@ -61,7 +63,7 @@ class ServeConfig(Section):
     engine_args: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments")
     host: str = Field("127.0.0.1", description="address that the HTTP endpoint listens on")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="HTTP port; 0: any free one")
-    route_prefix: str = Field("/", pattern=r"^/", description="path under which the application answers")
+    route_prefix: str = Field(default="/", pattern=r"^/", description="path under which the application answers")
 
     @model_validator(mode="after")
     def _engine_args_are_free(self) -> Self:
@@ -76,7 +78,9 @@ class ServeConfig(Section):
         return self
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, *, target: Path | str, target_name: str, draft: Path | str | None) -> ServeConfig:
+    def from_recipe(
+        cls, recipe: Recipe, *, target: Path | str, target_name: str, draft: Path | str | None
+    ) -> ServeConfig:
         """The application of a run: its recipe, where the target lies, and the draft that was exported."""
         serving, source = recipe.serving, recipe.target
         return cls(
@@ -102,6 +106,11 @@ class ServeConfig(Section):
         )
 
     @property
+    def application(self) -> str:
+        """Name of the Serve application: one for each target."""
+        return self.model_name.replace("/", "--")
+
+    @property
     def url(self) -> str:
         """Where the OpenAI-compatible endpoint answers, without a trailing slash."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
@@ -122,17 +131,22 @@ def parse_serve_config(values: Mapping[str, Any]) -> ServeConfig:
 
 
 def complete(config: ServeConfig) -> ServeConfig:
-    """The config with draft_tokens filled in, after target and draft were checked to fit each other.
+    """The config with whole paths and draft_tokens filled in, after target and draft were checked to fit each other.
 
-    Reads both config.json files; a target that is not a folder is taken for a hub id, and only the draft is checked.
+    Reads both config.json files. What is neither a folder nor a path is taken for a target's hub id, and only the draft
+    is checked. Raises InputError for a missing folder and for a draft that does not fit.
     """
-    if config.draft is None:
-        return config
-    draft = _read_model_config(Path(config.draft), "draft")
-    target = _read_model_config(Path(config.target), "target") if Path(config.target).is_dir() else None
-    tokens = config.draft_tokens or max_draft_tokens(draft)
-    check_draft_fits(target, draft, tokens)
-    return config.model_copy(update={"draft_tokens": tokens})
+    folder = Path(config.target).expanduser()
+    on_hub = not folder.is_dir() and HUB_ID.match(config.target) is not None
+    target = None if on_hub else _read_model_config(folder, "target")
+    found: dict[str, Any] = {} if on_hub else {"target": str(folder.absolute())}
+    if config.draft is not None:
+        draft_folder = Path(config.draft).expanduser()
+        draft = _read_model_config(draft_folder, "draft")
+        tokens = config.draft_tokens or max_draft_tokens(draft)
+        check_draft_fits(target, draft, tokens)
+        found |= {"draft": str(draft_folder.absolute()), "draft_tokens": tokens}
+    return config.model_copy(update=found)
 
 
 def engine_kwargs(config: ServeConfig) -> dict[str, Any]:
@@ -208,8 +222,8 @@ def _samples_from_anchor(draft_config: Mapping[str, Any]) -> bool:
     value = draft_config.get("sample_from_anchor")
     if not isinstance(value, bool):
         raise InputError(
-            f"draft config.json: sample_from_anchor is {value!r}, allowed are true and false; vLLM takes a missing field "
-            "for false, and the draft's tokens would then be off by one"
+            f"draft config.json: sample_from_anchor is {value!r}, allowed are true and false; vLLM takes a missing "
+            "field for false, and the draft's tokens would then be off by one"
         )
     return value
 

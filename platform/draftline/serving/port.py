@@ -21,15 +21,10 @@ def hold_port(host: str, port: int) -> Iterator[int]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             held.bind((host, port))
+            held.listen(1)
         except OSError as error:
             raise InputError(_refusal(host, port, error)) from None
         yield held.getsockname()[1]
-
-
-def check_port_free(host: str, port: int) -> None:
-    """Raises InputError unless `port` can be listened on now; 0 always can."""
-    with hold_port(host, port):
-        pass
 
 
 def _refusal(host: str, port: int, error: OSError) -> str:

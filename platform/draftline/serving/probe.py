@@ -16,7 +16,7 @@ class ServeUnanswered(Exception):
 
 def ask(url: str, model: str, prompt: str, *, max_tokens: int = 64, timeout_s: float = 120.0) -> str:
     """The model's greedy answer to one user message. `url` is the endpoint without `/v1`. Raises ServeUnanswered."""
-    answer = _call(f"{url}/v1/chat/completions", timeout_s, _body(model, prompt, max_tokens))
+    answer = chat(url, model, prompt, max_tokens=max_tokens, timeout_s=timeout_s)
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
@@ -26,6 +26,11 @@ def ask(url: str, model: str, prompt: str, *, max_tokens: int = 64, timeout_s: f
     return text
 
 
+def chat(url: str, model: str, prompt: str, *, max_tokens: int = 64, timeout_s: float = 120.0) -> Any:
+    """The endpoint's whole response to `ask`'s question, as parsed JSON. Raises ServeUnanswered."""
+    return _call(f"{url}/v1/chat/completions", timeout_s, _body(model, prompt, max_tokens))
+
+
 def list_models(url: str, *, timeout_s: float = 10.0) -> list[str]:
     """Names of the models that the endpoint serves. Raises ServeUnanswered."""
     answer = _call(f"{url}/v1/models", timeout_s)
@@ -33,6 +38,15 @@ def list_models(url: str, *, timeout_s: float = 10.0) -> list[str]:
         return [model["id"] for model in answer["data"]]
     except (KeyError, TypeError):
         raise ServeUnanswered(f"{url}: no list of models in {json.dumps(answer)[:300]}") from None
+
+
+def proxy_answers(url: str, *, timeout_s: float = 2.0) -> bool:
+    """True when a Serve proxy listens at `url`, whatever it serves."""
+    try:
+        _call(f"{url}/-/routes", timeout_s)
+    except ServeUnanswered:
+        return False
+    return True
 
 
 def curl_line(url: str, model: str, prompt: str, *, max_tokens: int = 64) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from draftline.storage.files import sha256_file
 
+_RAY_UPLOADS = "working_dir_files"  # the folder that Ray unpacks working directories in
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -75,3 +77,13 @@ class RunFolder:
 def run_ids(store: Path) -> list[str]:
     """The runs that have a record in the store, sorted; none when the store does not exist."""
     return sorted(record.parent.name for record in store.glob("*/record.json"))
+
+
+def store_folder(store: str) -> Path:
+    """The folder that a recipe's `store` names, absolute: relative to the working directory.
+
+    Ray deletes the working directory of a job that was sent one, so a run there is kept below `~/draftline`.
+    """
+    here = Path.cwd()
+    base = Path.home() / "draftline" if _RAY_UPLOADS in here.parts else here
+    return (base / Path(store).expanduser()).absolute()

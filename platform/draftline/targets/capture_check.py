@@ -6,11 +6,11 @@ needs no knowledge of the target's architecture beyond its final norm and its ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # How far below the best logit the target's own token may lie: two kernels may round a near tie differently.
 TIE_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
 SAME_LAYER = 1e-4
+READ_TIMEOUT_S = 60.0
 
 
 class CaptureFailed(RuntimeError):
@@ -42,7 +43,9 @@ def load_head(target: Path) -> Callable[[torch.Tensor], torch.Tensor]:
     from speculators.utils.loading import load_model_layers
 
     config = get_verifier_config(str(target))
-    verifier = Named(speculators_config=Named(verifier=Named(name_or_path=str(target))))  # where speculators looks it up
+    verifier = Named(
+        speculators_config=Named(verifier=Named(name_or_path=str(target)))
+    )  # where speculators looks it up
     weights = load_model_layers(["embed_tokens.weight", "lm_head.weight", "model.norm.weight"], str(target))
     projection = weights.get("lm_head.weight", weights["embed_tokens.weight"]).float()
     norm = resolve_verifier_norm_class(verifier)(config.hidden_size, eps=config.rms_norm_eps).float()
@@ -83,8 +86,12 @@ def check_states(
     for (name, states), (other, following) in pairwise(zip(names, layers, strict=True)):
         difference = float((states - following).norm() / states.norm())
         if difference < SAME_LAYER:
-            raise CaptureFailed(f"sample {sample}: {name} and {other} hold the same states (relative difference {difference:.1e})")
-    return _check_tokens(sample, layers[-1], expected, head, TIE_TOLERANCE[str(hidden_states.dtype).removeprefix("torch.")])
+            raise CaptureFailed(
+                f"sample {sample}: {name} and {other} hold the same states (relative difference {difference:.1e})"
+            )
+    return _check_tokens(
+        sample, layers[-1], expected, head, TIE_TOLERANCE[str(hidden_states.dtype).removeprefix("torch.")]
+    )
 
 
 def _check_tokens(
@@ -108,3 +115,38 @@ def _check_tokens(
             )
         near_ties += 1
     return len(expected), near_ties
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSample:
+    """One captured sample: its token ids, and the manifest that its hidden states are read by."""
+
+    number: int
+    token_ids: Sequence[int]
+    prompt_tokens: int
+    manifest: Mapping[str, Any]
+
+
+def run_capture_check(
+    samples: Sequence[CheckedSample], tap_layers: Sequence[int], target: str, store: Any, greedy: bool
+) -> CaptureReport:
+    """Reads each sample's states from the store and checks them; a task, since it needs torch.
+
+    `greedy` says that the answers are the target's greedy ones, so that every answer token is compared; otherwise the
+    one greedy token that the replica returned is. Raises `CaptureFailed`, `StatesLost`.
+    """
+    from draftline.hidden_states.store import StatesReader
+
+    reader = StatesReader(store)
+    head = load_head(Path(target))
+    positions = near_ties = 0
+    for sample in samples:
+        states = reader.read(sample.manifest, READ_TIMEOUT_S)["hidden_states"]
+        reader.delete(sample.manifest["handle"])
+        last = len(sample.token_ids) - 1
+        expected = [(last, int(sample.manifest["next_token_id"]))]
+        if greedy:
+            expected += [(p, sample.token_ids[p + 1]) for p in range(sample.prompt_tokens - 1, last)]
+        compared, tied = check_states(sample.number, states, expected, tap_layers, head)
+        positions, near_ties = positions + compared, near_ties + tied
+    return CaptureReport(len(samples), positions, near_ties)

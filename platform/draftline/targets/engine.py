@@ -38,18 +38,6 @@ class Engine:
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_args))
         return time.perf_counter() - began
 
-    async def tokenize(self, conversations: Sequence[Sequence[dict]], template_args: Mapping[str, Any]) -> list[list[int]]:
-        """Prompt token ids of each conversation, by the target's own chat template, ready for an answer."""
-        tokenizer = self._llm.get_tokenizer()
-        return [
-            list(
-                tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **template_args
-                )["input_ids"]
-            )
-            for messages in conversations
-        ]
-
     async def generate(
         self,
         request_id: str,
@@ -106,7 +94,13 @@ class Engine:
 
 
 def engine_actor(
-    engine_class: type[Engine], *, environment: Mapping[str, str], num_cpus: float, num_gpus: float, name: str, concurrency: int
+    engine_class: type[Engine],
+    *,
+    environment: Mapping[str, str],
+    num_cpus: float,
+    num_gpus: float,
+    name: str,
+    concurrency: int,
 ) -> Any:
     """The Ray actor class for an engine class: environment set before vLLM is imported, many requests at once."""
     import ray

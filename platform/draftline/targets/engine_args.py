@@ -67,9 +67,7 @@ def base_engine_args(
     return args | dict(extra or {})
 
 
-def capture_engine_args(
-    tap_layers: Sequence[int], target_layers: int, store: Mapping[str, Any]
-) -> dict[str, Any]:
+def capture_engine_args(tap_layers: Sequence[int], target_layers: int, store: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that make a target replica emit hidden states of the tap layers and of its last layer into Mooncake.
 
     `store` is the configuration of hs-connectors' `MooncakeStoreConfig`.

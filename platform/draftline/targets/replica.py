@@ -7,7 +7,6 @@ from typing import Any
 
 from draftline.targets.engine import Completion, Engine
 
-
 # What the connector looks for in a request (hidden_states.connector.CAPTURE; not imported: it would load vLLM).
 CAPTURE_REQUEST = {"kv_transfer_params": {"draftline_capture": True}}
 

@@ -85,11 +85,12 @@ def block_attention(
     for span in attention_mask.spans:
         part = query[:, :, span.anchors]  # [kv, group, a, block, D]
         shape = part.shape[:4]
-        scores = part.reshape(kv_heads, -1, size) @ key_states[:, span.states].transpose(-1, -2)
-        scores = scores.view(*shape, -1).masked_fill(span.hidden[None, None, :, None], float("-inf"))
+        rows = shape[1:].numel()
+        scores = part.reshape(kv_heads, rows, size) @ key_states[:, span.states].transpose(-1, -2)
+        scores = scores.view(*shape, scores.shape[-1]).masked_fill(span.hidden[None, None, :, None], float("-inf"))
         weights = torch.cat([scores, own[:, :, span.anchors]], dim=-1).softmax(-1)
         to_states, to_own = weights.split([scores.shape[-1], block], dim=-1)
-        output = to_states.reshape(kv_heads, -1, scores.shape[-1]) @ value_states[:, span.states]
+        output = to_states.reshape(kv_heads, rows, scores.shape[-1]) @ value_states[:, span.states]
         outputs.append(output.view(*shape, size) + to_own @ value_blocks[:, :, span.anchors])
     output = torch.cat(outputs, dim=2)  # [kv, group, A, block, D]
     return output.reshape(heads, queries, size).transpose(0, 1).unsqueeze(0).contiguous(), None

@@ -60,7 +60,7 @@ class DraftModel(DSparkDraftModel):
     def block_outputs(
         self, hidden_states: Tensor, input_ids: Tensor, loss_mask: Tensor, anchors: int
     ) -> tuple[Tensor, Tensor]:
-        """Hidden [anchors, slots, H] and logits before the Markov bias [anchors, slots, draft vocabulary] of one sample.
+        """Hidden [anchors, slots, H] and logits without Markov bias [anchors, slots, draft vocabulary] of one sample.
 
         `hidden_states` [1, T, taps * H], `input_ids` and `loss_mask` [1, T]; a block starts at each of the `anchors`
         positions whose loss mask is set.
@@ -77,12 +77,17 @@ class DraftModel(DSparkDraftModel):
         """True: slot 0 drafts the token after the anchor; False: slot 1 does (1+N)."""
         return bool(self.config.sample_from_anchor)
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """Tokens that one block drafts."""
+        return self.block_size if self.anchor_first else self.block_size - 1
+
     @contextmanager
     def block_of(self, draft_tokens: int) -> Iterator[None]:
         """Blocks that draft `draft_tokens` tokens: serving with fewer than a block drafts runs shorter blocks."""
         trained = self.block_size
         slots = draft_tokens if self.anchor_first else draft_tokens + 1
-        if not 1 <= draft_tokens or slots > trained:
+        if draft_tokens < 1 or slots > trained:
             raise ValueError(f"{draft_tokens} draft tokens need {slots} slots, but blocks have {trained}")
         self.block_size = slots
         try:
@@ -92,7 +97,13 @@ class DraftModel(DSparkDraftModel):
 
 
 def build_draft(
-    draft: Draft, target: Path, kept_tokens: Sequence[int] | None, mask_token_id: int, *, accelerator: Accelerator, seed: int
+    draft: Draft,
+    target: Path,
+    kept_tokens: Sequence[int] | None,
+    mask_token_id: int,
+    *,
+    accelerator: Accelerator,
+    seed: int,
 ) -> DraftModel:
     """A fresh draft in float32 for the target in folder `target`; the same seed gives the same weights.
 
@@ -165,8 +176,15 @@ def load_draft(folder: Path, target: Path, *, accelerator: Accelerator) -> tuple
     config = DSparkSpeculatorConfig.from_pretrained(folder)
     config.speculators_config.verifier.name_or_path = str(target)
     config.transformer_layer_config._attn_implementation = ATTENTION[accelerator]
-    model, loading = DraftModel.from_pretrained(
-        folder, config=config, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
+    # With `output_loading_info` speculators returns a pair, and leaves the target's weights to the caller.
+    loaded: Any = DraftModel.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
     )
+    model, loading = loaded
     model.load_verifier_weights()
     return model.float().eval(), loading

@@ -55,4 +55,5 @@ def build_optimizers(model: nn.Module, recipe: Optimizer) -> Optimizers:
         # Updates of AdamW's size, so that one learning rate serves both.
         adjust_lr_fn="match_rms_adamw",
     )
-    return Optimizers({"muon": muon, "adamw": torch.optim.AdamW([parameter for _, parameter in rest], **adamw)}, recipe.lr)
+    others = torch.optim.AdamW([parameter for _, parameter in rest], **adamw)
+    return Optimizers({"muon": muon, "adamw": others}, recipe.lr)

@@ -17,7 +17,7 @@ def choose_vocabulary(
     answers use fewer tokens than `size`, the lowest unused ids fill up. Raises `InputError`.
     """
     if not 1 <= size <= vocab_size:
-        raise InputError(f"draft.vocab_size is {size}, but the target has {vocab_size} tokens: 1 to {vocab_size} is allowed")
+        raise InputError(f"draft.vocab_size is {size}, but the target has {vocab_size} tokens: 1 to that is allowed")
     must = sorted(set(always))
     outside = [token for token in (*must, *token_counts) if not 0 <= token < vocab_size]
     if outside:

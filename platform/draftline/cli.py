@@ -1,0 +1,102 @@
+"""The `draftline` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftline import __version__
+from draftline.errors import InputError
+from draftline.recipe.load import dump_recipe, load_recipe
+from draftline.runs.listing import report_text, runs_text
+from draftline.runs.record import read_record
+from draftline.runs.stopping import StopRequested, install_stop_handlers
+from draftline.storage.artifacts import RunFolder
+
+BAD_INPUT_STATUS = 2
+STOPPED_STATUS = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status: 2 for bad input, otherwise the command's own."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except InputError as error:
+        print(f"draftline: {error}", file=sys.stderr)
+        return BAD_INPUT_STATUS
+    except (KeyboardInterrupt, StopRequested):
+        print("draftline: stopped", file=sys.stderr)
+        return STOPPED_STATUS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="draftline", description="Trains, proves and serves DSpark drafts.")
+    parser.add_argument("--version", action="version", version=f"draftline {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run a recipe: starts or joins Ray, submits the job, shows its progress")
+    _recipe_arguments(run)
+    run.add_argument("--no-wait", action="store_true", help="end when the run is done instead of serving until Ctrl-C")
+    run.add_argument("--address", help="Ray cluster to join, as `host:port` or `http://host:port`; none: RAY_ADDRESS, "
+                     "a cluster that `ray start` left here, or a new one")  # fmt: skip
+    run.set_defaults(command=_run)
+
+    report = commands.add_parser("report", help="show a run's figures")
+    report.add_argument("run", help="run_id")
+    report.add_argument("--json", action="store_true", help="as one JSON object")
+    _store_argument(report)
+    report.set_defaults(command=_report)
+
+    runs = commands.add_parser("runs", help="list the runs of a store")
+    _store_argument(runs)
+    runs.set_defaults(command=_runs)
+
+    recipe = commands.add_parser("recipe", help="check a recipe and print it with every field resolved")
+    _recipe_arguments(recipe)
+    recipe.set_defaults(command=_recipe)
+    return parser
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, help="recipe file, YAML")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, such as seed=1")
+
+
+def _store_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", type=Path, default=Path("runs"), help="artifact store (default: runs)")
+
+
+def _run(options: argparse.Namespace) -> int:
+    load_recipe(options.recipe, options.set)  # bad input is refused before anything starts
+    install_stop_handlers()
+    from draftline.cluster.jobs import PipelineJob
+    from draftline.cluster.local import ray_cluster
+
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    serve = "wait" if terminal and not options.no_wait else "end"
+    with ray_cluster(options.address) as cluster:
+        return PipelineJob(cluster, options.recipe, options.set, serve).follow(sys.stdout)
+
+
+def _report(options: argparse.Namespace) -> int:
+    record = read_record(RunFolder(options.store, options.run))
+    print(json.dumps(record.report(), indent=2, ensure_ascii=False) if options.json else report_text(record))
+    return 0
+
+
+def _runs(options: argparse.Namespace) -> int:
+    print(runs_text(options.store))
+    return 0
+
+
+def _recipe(options: argparse.Namespace) -> int:
+    print(dump_recipe(load_recipe(options.recipe, options.set)), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

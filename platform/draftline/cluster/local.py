@@ -1,0 +1,140 @@
+"""Starts a Ray head in this process or joins a running cluster, and ends what it started without leaving anything."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+_OBJECT_STORE_BYTES = 150 << 20  # nothing large goes through it: hidden states travel by Mooncake
+_LEAST_LOGICAL_CPUS = 8  # Ray's CPUs only decide who may start; each actor sets its own threads
+
+_RAY_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_process_group_cleanup_enabled": "1",  # an actor's children go with it
+    "RAY_JOB_STOP_WAIT_TIME_S": "30",  # the driver takes engines, master and Serve down in this time
+    "RAY_prestart_worker_first_driver": "0",  # one idle worker per logical CPU would only take memory
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A Ray cluster that takes jobs."""
+
+    jobs_address: str
+    """what a JobSubmissionClient connects to"""
+    gcs_address: str | None
+    """`host:port` that a driver on this machine connects to; None for a cluster elsewhere"""
+    started_here: bool
+
+    @property
+    def local(self) -> bool:
+        """Whether the cluster's head sees this machine's files."""
+        return self.gcs_address is not None
+
+
+@contextlib.contextmanager
+def ray_cluster(address: str | None = None) -> Iterator[Cluster]:
+    """A cluster to submit to: the one named by `address` or RAY_ADDRESS, else the one that `ray start` left on this
+    machine, else a new head in this process, which ends with the block together with every process below it.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or _left_by_ray_start()
+    os.environ.pop("RAY_ADDRESS", None)  # Ray's job client would follow it rather than the address it is given
+    if address and address not in ("auto", "local"):
+        yield Cluster(address, _on_this_machine(address), started_here=False)
+        return
+    _adopt_orphans()
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    try:
+        yield _start_head()
+    finally:
+        _end_head(before)
+
+
+def _start_head() -> Cluster:
+    for name, value in _RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    # Ray's remark on its token is true and of no use to the user: the token is made and found by itself.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    context: Any = ray.init(
+        address="local",
+        num_cpus=max(_LEAST_LOGICAL_CPUS, os.cpu_count() or 1),
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
+    address = context["address"]
+    return Cluster(f"http://{context['webui_url']}", address, started_here=True)
+
+
+def _end_head(before: set[int]) -> None:
+    """Ends Ray and whatever still runs below this process and did not before."""
+    import ray
+
+    with contextlib.suppress(KeyboardInterrupt):  # asked to hurry: the processes are ended below all the same
+        ray.shutdown()
+    end_descendants(keep=before, grace_s=10.0)
+
+
+def end_descendants(*, keep: set[int], grace_s: float) -> None:
+    """Waits for all processes below this one to end, except those in `keep`: SIGTERM and SIGKILL after the grace."""
+    deadline = time.monotonic() + grace_s
+    asked: set[int] = set()
+    while left := [process for process in psutil.Process().children(recursive=True) if process.pid not in keep]:
+        overdue = time.monotonic() > deadline
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if overdue and process.pid in asked:
+                    process.kill()
+                elif overdue:
+                    asked.add(process.pid)
+                    process.terminate()
+        psutil.wait_procs(left, timeout=3.0 if overdue else 0.5)
+
+
+def _adopt_orphans() -> None:
+    # Processes below this one whose parent ends become children of this one, so that none is out of reach at the end.
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _left_by_ray_start() -> str | None:
+    from ray._common.utils import get_ray_address_file
+
+    file = Path(get_ray_address_file(None))
+    address = file.read_text().strip() if file.is_file() else ""
+    return address if address and _answers(address) else None
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2.0).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _on_this_machine(address: str) -> str | None:
+    """`address` when it is the GCS address of a head on this machine: its jobs can read local files."""
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdigit():
+        return None
+    own = {"127.0.0.1", "localhost", socket.gethostname()}
+    own.update(each.address for addresses in psutil.net_if_addrs().values() for each in addresses)
+    return address if host in own else None

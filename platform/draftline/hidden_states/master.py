@@ -1,0 +1,136 @@
+"""The Mooncake master of a run: a child process that an actor owns, restarts and ends."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import ray
+
+from draftline.cluster.processes import ChildProcess, ChildProcessFailed
+
+START_TRIES = 5
+START_WAIT_S = 15.0
+# Longer than any wait of a reader: a lease that ends makes an object evictable.
+LEASE_S = 24 * 3600
+# After so long without a sign of life a client's segment is taken as lost. Cores can be busy for seconds.
+CLIENT_TTL_S = 30
+
+
+class MasterProcess:
+    """The master's process on this machine. It listens on `host`, at ports that are its alone."""
+
+    def __init__(self, log_file: Path, host: str) -> None:
+        self._log_file = log_file
+        self._host = host
+        self._ports: tuple[int, int] | None = None
+        self._child: ChildProcess | None = None
+
+    def start(self) -> str:
+        """Starts the master and returns its address, `host:port`, once it answers. Raises ChildProcessFailed."""
+        problem = ""
+        for _ in range(START_TRIES):
+            ports = self._ports or (_free_port(self._host), _free_port("127.0.0.1"))
+            self._child = ChildProcess(self._command(*ports), log_file=self._log_file)
+            if _owns_ports(self._child, ports):
+                self._ports = ports
+                return f"{self._host}:{ports[0]}"
+            problem = self._child.log_tail() or f"it does not listen on its ports {ports}"
+            self._child.stop()
+        raise ChildProcessFailed(f"the Mooncake master does not start ({START_TRIES} tries); its log ends:\n{problem}")
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, none before the start and after the end."""
+        return None if self._child is None else self._child.pid
+
+    def running(self) -> bool:
+        """True while the process lives."""
+        return self._child is not None and self._child.poll() is None
+
+    def stop(self) -> None:
+        """Ends the process."""
+        if self._child is not None:
+            self._child.stop()
+            self._child = None
+
+    def _command(self, rpc_port: int, metrics_port: int) -> list[str]:
+        flags = {
+            "rpc_address": self._host,
+            "rpc_port": rpc_port,
+            "metrics_host": "127.0.0.1",
+            "metrics_port": metrics_port,
+            "default_kv_lease_ttl": f"{LEASE_S}s",
+            "client_ttl": CLIENT_TTL_S,
+            # Nothing is ever evicted: what is stored is wanted. A full store refuses loudly instead.
+            "eviction_high_watermark_ratio": "1.0",
+            "eviction_ratio": "0.0",
+            "logtostderr": "true",
+            "minloglevel": 1,
+        }
+        return [str(_binary()), *(f"-{name}={value}" for name, value in flags.items())]
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class MooncakeMaster:
+    """The actor around the master's process, on the node where Ray puts it; its log goes to `log_folder`."""
+
+    def __init__(self, log_folder: str) -> None:
+        self._process = MasterProcess(Path(log_folder) / "mooncake_master.log", ray.util.get_node_ip_address())
+        self._restarts = 0
+
+    def start(self) -> str:
+        """Starts the master; returns its address, `ip:port`."""
+        return self._process.start()
+
+    def ensure(self) -> int:
+        """Starts the master again, at the same address, if it has died. Returns how often that happened.
+
+        After a restart the clients join again by themselves, but all that was stored is lost.
+        """
+        if not self._process.running():
+            self._process.start()
+            self._restarts += 1
+        return self._restarts
+
+    def process_id(self) -> int | None:
+        """Process id of the master."""
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Ends the master."""
+        self._process.stop()
+
+
+def _binary() -> Path:
+    package = importlib.util.find_spec("mooncake")
+    if package is None or package.origin is None:
+        raise ChildProcessFailed("the package mooncake is not installed")
+    return Path(package.origin).parent / "mooncake_master"
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _owns_ports(child: ChildProcess, ports: tuple[int, int]) -> bool:
+    """Waits until the child, and nobody else, listens on the ports. False when it ends or does not within the wait.
+
+    A port that looked free may be taken by now, and a master whose RPC port is taken stays up without it.
+    """
+    deadline = time.monotonic() + START_WAIT_S
+    while time.monotonic() < deadline and child.poll() is None:
+        listeners = {
+            (connection.laddr.port, connection.pid)
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports
+        }
+        if {port for port, _ in listeners} == set(ports):
+            return all(pid == child.pid for _, pid in listeners)
+        time.sleep(0.02)
+    return False

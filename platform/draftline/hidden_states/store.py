@@ -1,0 +1,183 @@
+"""The store of hidden states, as its users see it. The only module that knows Mooncake's return codes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_FOUND = 1
+_OK = 0
+_NOT_FOUND = -704
+_ERROR_SUFFIX = ":error"
+# Readers bring their own registered buffers; a client's own one carries error markers only.
+_READER_BUFFER_BYTES = 16 << 20
+_POLL_S = (0.001, 0.05)
+
+
+class StatesLost(RuntimeError):
+    """The hidden states of `key` are not to be had: they must be captured again. `reason` says what was found."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(key, reason)
+        self.key = key
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the hidden states {self.key} are lost: {self.reason}"
+
+
+class StoreUnavailable(RuntimeError):
+    """The store does not answer, or not as it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """How a process joins the store. Sizes in bytes; `segment_bytes` is what one replica offers to it."""
+
+    master_address: str
+    segment_bytes: int = 1 << 30
+    buffer_bytes: int = 64 << 20
+    protocol: str = "tcp"
+    devices: str = ""
+
+    def connector_config(self) -> dict[str, Any]:
+        """Settings of a replica's connector, which offers a segment (hs-connectors' MooncakeStoreConfig)."""
+        return self._config(self.segment_bytes, self.buffer_bytes)
+
+    def reader_config(self) -> dict[str, Any]:
+        """Settings of a process that reads or deletes: it offers no memory, so that its end loses nothing."""
+        return self._config(0, min(self.buffer_bytes, _READER_BUFFER_BYTES))
+
+    def _config(self, segment_bytes: int, buffer_bytes: int) -> dict[str, Any]:
+        return {
+            "local_hostname": local_address(self.master_address),
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": self.master_address,
+            "global_segment_size": segment_bytes,
+            "local_buffer_size": buffer_bytes,
+            "protocol": self.protocol,
+            "device_name": self.devices,
+        }
+
+
+def local_address(master_address: str) -> str:
+    """This machine's address as the master's machine sees it. Mooncake chooses its clients' ports itself."""
+    host, _, port = master_address.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing: it only asks for the route
+        return str(probe.getsockname()[0])
+
+
+def quiet_environment() -> dict[str, str]:
+    """Environment of a process that loads Mooncake, to be set before it starts: only fatal lines of its log are shown.
+
+    What it would say about errors comes back as return codes. What the user has set stays.
+    """
+    return {name: os.environ.get(name, value) for name, value in {"GLOG_minloglevel": "3"}.items()}
+
+
+class StoreClient:
+    """Deletes and looks up stored objects; needs neither torch nor a segment. Calls block; one thread at a time."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        settings = config.reader_config()
+        self._client = MooncakeDistributedStore()
+        status = self._client.setup(
+            settings["local_hostname"],
+            settings["metadata_server"],
+            settings["global_segment_size"],
+            settings["local_buffer_size"],
+            settings["protocol"],
+            settings["device_name"],
+            settings["master_server_address"],
+        )
+        if status != _OK:
+            raise StoreUnavailable(f"cannot join the store at {config.master_address} (status {status})")
+
+    def delete(self, handle: str) -> None:
+        """Removes states and error marker, leased or not; absent ones are fine. Raises StoreUnavailable."""
+        for key in (handle, handle + _ERROR_SUFFIX):
+            status = self._client.remove(key, True)
+            if status not in (_OK, _NOT_FOUND):
+                raise StoreUnavailable(f"cannot delete {key} (status {status})")
+
+    def missing(self, handles: Sequence[str]) -> list[str]:
+        """Those of the handles that hold nothing (any more). Raises StoreUnavailable."""
+        if not handles:
+            return []
+        found = self._client.batch_is_exist(list(handles))
+        if any(status < 0 for status in found):
+            raise StoreUnavailable(f"cannot look up {len(handles)} states (status {min(found)})")
+        return [handle for handle, status in zip(handles, found, strict=True) if status != _FOUND]
+
+    def close(self) -> None:
+        """Leaves the store."""
+        self._client.close()
+
+
+class StatesReader:
+    """Reads hidden states into this process's memory. Use one thread: each keeps its own registered buffer."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
+
+        self._store = MooncakeHiddenStatesStore(MooncakeStoreConfig.from_dict(config.reader_config()))
+        try:
+            self._store.setup()
+        except RuntimeError as error:
+            raise StoreUnavailable(f"cannot join the store at {config.master_address}: {error}") from error
+        self._client = self._store._require_store()
+
+    def read(
+        self, manifest: Mapping[str, Any], timeout_s: float, expected_token_ids: Sequence[int] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The states that a manifest describes: `hidden_states` [T, layers, H] and `token_ids` [T], on the CPU.
+
+        A manifest can come before its states: waits up to `timeout_s` seconds for them. Raises StatesLost when they do
+        not come, cannot be fetched, were replaced by the producer's error, or are those of other token ids.
+        """
+        handle = str(manifest["handle"])
+        self._wait(handle, timeout_s)
+        try:
+            states = self._store.get_sample(dict(manifest), timeout=0.0)
+        except (TimeoutError, RuntimeError) as error:
+            raise StatesLost(handle, str(error).split("\nTransfer manifest")[0]) from error
+        if expected_token_ids is not None and states["token_ids"].tolist() != list(expected_token_ids):
+            raise StatesLost(handle, "they belong to other token ids")
+        return states
+
+    def _wait(self, handle: str, timeout_s: float) -> None:
+        """Waits until states or error marker are there. A store that is away for a moment is waited for as well."""
+        deadline = time.monotonic() + timeout_s
+        pause, longest = _POLL_S
+        while True:
+            found = self._client.batch_is_exist([handle, handle + _ERROR_SUFFIX])
+            if _FOUND in found:
+                return
+            if time.monotonic() >= deadline:
+                problem = "not found" if min(found) >= 0 else f"the store does not answer (status {min(found)})"
+                raise StatesLost(handle, f"{problem} within {timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def delete(self, key: str) -> None:
+        """Removes states by their handle, read or not; absent ones are fine."""
+        try:
+            self._store.delete_sample(key)
+        except RuntimeError as error:
+            raise StoreUnavailable(f"cannot delete {key}: {error}") from error
+
+    def close(self) -> None:
+        """Leaves the store."""
+        with contextlib.suppress(RuntimeError):
+            self._client.close()

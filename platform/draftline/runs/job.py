@@ -1,0 +1,42 @@
+"""The driver of one run: reads its command line, runs the pipeline, and turns errors into exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftline.errors import InputError
+from draftline.recipe.load import load_recipe
+from draftline.runs.frame import PipelineOptions
+from draftline.runs.stopping import StopRequested, install_stop_handlers
+
+BAD_INPUT_STATUS = 2
+STOPPED_STATUS = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a recipe; returns 0, 1 (a stage failed its check), 2 (bad input) or 130 (stopped)."""
+    parser = argparse.ArgumentParser(prog="jobs/pipeline.py", description="Runs all stages of a recipe on Ray.")
+    parser.add_argument("recipe", type=Path, help="recipe file, YAML")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, such as seed=1")
+    parser.add_argument(
+        "--serve",
+        choices=("wait", "leave", "end"),
+        default="leave",
+        help="at the end: wait until stopped, leave the application up (default), or end it",
+    )
+    options = parser.parse_args(arguments)
+    install_stop_handlers()
+    try:
+        recipe = load_recipe(options.recipe, options.set)
+        from draftline.runs.pipeline import run_pipeline
+
+        return run_pipeline(recipe, options.recipe, PipelineOptions(serve=options.serve))
+    except InputError as error:
+        print(f"draftline: {error}", file=sys.stderr, flush=True)
+        return BAD_INPUT_STATUS
+    except StopRequested as request:
+        print(f"draftline: stopped ({request})", file=sys.stderr, flush=True)
+        return STOPPED_STATUS

@@ -1,0 +1,83 @@
+"""One Ray Train worker: builds the draft and trains it on the feeder's rows, from the newest checkpoint to the last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPORT_EVERY_S = 1.0
+
+
+def train_worker(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The `train_loop_per_worker`; `config["spec"]` is a `TrainingSpec`. The draft is what the last checkpoint holds.
+
+    Rank 0 returns the fields of a `TrainingResult`, the others None.
+    """
+    import ray.train.torch
+    import torch
+
+    from draftline.hidden_states.store import StatesReader
+    from draftline.training.checkpoint import CheckpointFolder
+    from draftline.training.feeding import FeederRows
+    from draftline.training.loop import LoopSettings, Trainer
+    from draftline.training.model import build_draft
+
+    spec = config["spec"]
+    recipe, training = spec.recipe, spec.recipe.training
+    accelerator = recipe.resources.accelerator
+    context = ray.train.get_context()
+    rank, ranks = context.get_world_rank(), context.get_world_size()
+    if accelerator == "cpu":
+        torch.set_num_threads(training.threads)
+    began = time.perf_counter()
+    model = build_draft(
+        recipe.draft, Path(spec.target), spec.kept_tokens, spec.mask_token_id, accelerator=accelerator, seed=recipe.seed
+    )
+    device = str(ray.train.torch.get_device())
+    settings = LoopSettings(spec.steps, recipe.seed, accelerator, device, rank, ranks)
+    checkpoints = CheckpointFolder(Path(spec.checkpoints), spec.provenance.identity(recipe.seed))
+    trainer = Trainer(model, training, settings, checkpoints, _reporter(spec.progress, rank))
+    rows = FeederRows(
+        spec.feeder,
+        lambda: StatesReader(spec.store),
+        spec.prompt_tokens,
+        rank=rank,
+        first_step=trainer.start_step,
+        steps=spec.steps,
+        held_out_positions=spec.held_out_positions,
+        prefetch=training.prefetch_rows,
+    )
+    ready = time.perf_counter()
+    try:
+        history = trainer.run(rows, rows.held_out())
+    finally:
+        rows.close()
+    figures = history.figures()
+    ray.train.report({"eal_held_out": figures["eal_held_out"], "steps": spec.steps})
+    if rank != 0:
+        return None
+    return {
+        "figures": figures,
+        "history": history.as_dict(),
+        "resumed_from": trainer.start_step,
+        "seconds": {"set_up": ready - began, "training": time.perf_counter() - ready},
+    }
+
+
+def _reporter(progress: Any, rank: int) -> Callable[[dict[str, Any]], None]:
+    """Sends rank 0's figures to the driver about once a second, and always those of the last step."""
+    if progress is None or rank != 0:
+        return lambda _: None
+    last = float("-inf")
+
+    def report(update: dict[str, Any]) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if update["step"] < update["steps"] and now - last < REPORT_EVERY_S:
+            return
+        last = now
+        progress.update.remote(update)
+
+    return report

@@ -1,0 +1,210 @@
+"""DSpark on vLLM's CPU runner: real engines with the tiny target, in this process so that drafts can be watched."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiny import BlockLayout, build_tiny_draft, target_states
+
+QUESTIONS = [
+    "Hello",
+    "What is 2+2?",
+    "Tell me a story about a fox and a very patient hen. " * 3,
+    "a",
+    "b",
+    "Name one colour",
+]
+BLOCK = 4
+ANSWER_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One row of the proposer's work: the request's anchor and what was drafted after it."""
+
+    position: int
+    anchor: int
+    tokens: list[int]
+
+
+@contextmanager
+def engine(target: Path, draft: Path | None = None, tokens: int = 0, **options: Any) -> Iterator[Any]:
+    """An in-process engine; prompts are chunked, as they are longer than a batch, and more requests wait than fit."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    args: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": False, **options}
+    if draft is not None:
+        args |= {
+            "worker_cls": "draftline.vllm_plugin.worker.DSparkCPUWorker",
+            "speculative_config": {"method": "dspark", "model": str(draft), "num_speculative_tokens": tokens},
+        }
+    llm = LLM(
+        str(target),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        worker_extension_cls="draftline.vllm_plugin.extension.WorkerExtension",
+        **args,
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_this_process() -> Iterator[None]:
+    """vLLM's CPU worker disables torch.set_num_threads for the process it runs in: put it back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setattr(torch, "set_num_threads", torch.set_num_threads)
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_target: Path) -> list[list[int]]:
+    """Prompt and greedy answer of every question, without a draft."""
+    with engine(tiny_target) as llm:
+        return answer(llm)
+
+
+def answer(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS), use_tqdm=False)
+    return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+
+
+def worker_of(llm: Any) -> Any:
+    return llm.collective_rpc(_itself)[0]
+
+
+def _itself(worker: Any) -> Any:
+    return worker
+
+
+def watch(worker: Any) -> list[Draft]:
+    """The list that every draft pass from now on is added to, one entry per request of the batch."""
+    drafts: list[Draft] = []
+    propose: Callable[..., Any] = worker.proposer.propose
+
+    def watched(**inputs: Any) -> Any:
+        proposed = propose(**inputs)
+        starts, rejected = inputs["common_attn_metadata"].query_start_loc, inputs["num_rejected_tokens_gpu"]
+        for row, tokens in enumerate(proposed):
+            last = int(starts[row + 1]) - 1 - (0 if rejected is None else int(rejected[row]))
+            position = int(inputs["target_positions"][last]) + 1
+            drafts.append(Draft(position, int(inputs["next_token_ids"][row]), list(map(int, tokens))))
+        return proposed
+
+    worker.proposer.propose = watched
+    return drafts
+
+
+def metric(llm: Any, name: str) -> float:
+    return sum(m.value for m in llm.get_metrics() if m.name == f"vllm:spec_decode_num_{name}")
+
+
+@torch.no_grad()
+def offline_drafts(target: Path, draft: Path, sequences: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    """What speculators' model itself drafts after each position of each sequence, from transformers' hidden states."""
+    from speculators.models.dspark import DSparkDraftModel
+
+    model = DSparkDraftModel.from_pretrained(draft).float().eval()
+    model.load_verifier_weights()
+    first = 0 if model.config.sample_from_anchor else 1
+    padding = [0] * model.block_size  # an anchor needs a whole block after it; context ends before the anchor
+    padded = [[*sequence, *padding] for sequence in sequences]
+    drafts = []
+    for sequence, (taps, last) in zip(padded, target_states(target, padded), strict=True):
+        anchors = len(sequence) - len(padding)
+        hidden, logits, *_ = model._backbone_forward(
+            taps[None],
+            torch.tensor([sequence]),
+            torch.ones(1, len(sequence), dtype=torch.bool),
+            last[None],
+            torch.zeros(1, len(sequence), dtype=torch.long),
+            max_anchors=anchors,
+        )
+        hidden, logits = hidden.view(anchors, model.block_size, -1), logits.view(anchors, model.block_size, -1)
+        previous, chosen = torch.tensor(sequence[:anchors]), []
+        for place in range(first, model.block_size):
+            bias = model.markov_head.block_bias(
+                prev_token_ids=previous[:, None], hidden_states=hidden[:, place : place + 1]
+            )
+            previous = (logits[:, place] + bias[:, 0]).argmax(dim=-1)
+            if model.d2t is not None:
+                previous = previous + model.d2t[previous]
+            chosen.append(previous)
+        drafts.append(torch.stack(chosen, dim=1).tolist())
+    return drafts
+
+
+def assert_drafts_match(seen: list[Draft], sequences: list[list[int]], offline: list[list[list[int]]]) -> None:
+    """Every draft after an answer token is a prefix of the offline draft after that token of one of the sequences."""
+    expected: dict[tuple[int, int], list[list[int]]] = {}
+    for sequence, drafts in zip(sequences, offline, strict=True):
+        for position, (anchor, tokens) in enumerate(zip(sequence, drafts, strict=True)):
+            expected.setdefault((position, anchor), []).append(tokens)
+    wrong = [d for d in seen if all(tokens[: len(d.tokens)] != d.tokens for tokens in expected[d.position, d.anchor])]
+    assert not wrong, f"{len(wrong)} of {len(seen)} drafts differ, the first: {wrong[0]}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "draft_vocab", "tokens", "prefix_caching", "async_scheduling"),
+    [
+        ("anchor_first", None, BLOCK, False, True),
+        ("anchor_first", 80, 1, True, False),
+        ("one_plus_n", None, 2, True, True),
+        ("one_plus_n", 80, BLOCK - 1, False, False),
+    ],
+)
+def test_drafts_are_the_models_own_and_answers_stay_the_same(
+    tiny_target: Path,
+    plain: list[list[int]],
+    tmp_path: Path,
+    layout: BlockLayout,
+    draft_vocab: int | None,
+    tokens: int,
+    prefix_caching: bool,
+    async_scheduling: bool,
+) -> None:
+    draft = build_tiny_draft(
+        tiny_target,
+        tmp_path / "draft",
+        block_size=BLOCK,
+        block_layout=layout,
+        draft_vocab=draft_vocab,
+        memorise=plain[:4],
+    )
+    options = {"enable_prefix_caching": prefix_caching, "async_scheduling": async_scheduling}
+    with engine(tiny_target, draft, tokens, **options) as llm:
+        seen = watch(worker_of(llm))
+        first = answer(llm)
+        again = answer(llm)
+        accepted, drafted, passes = (metric(llm, name) for name in ("accepted_tokens", "draft_tokens", "drafts"))
+    assert first == plain
+    assert again == plain
+    prompts = {len(sequence) - ANSWER_TOKENS for sequence in plain}
+    answered = [d for d in seen if d.position > max(prompts)]
+    assert {len(d.tokens) for d in seen} == {tokens}
+    assert len(answered) > 50
+    offline = offline_drafts(tiny_target, draft, plain)
+    assert_drafts_match(answered, plain, offline)
+    assert accepted / passes > 0.2, "the draft was trained on most of these answers; untrained it has 0.01"
+    assert drafted == passes * tokens
