@@ -11,10 +11,12 @@ from pathlib import Path
 from draftline import __version__
 from draftline.errors import InputError
 from draftline.recipe.load import dump_recipe, load_recipe
+from draftline.recipe.schema import Recipe
 from draftline.runs.listing import report_text, runs_text
 from draftline.runs.record import read_record
+from draftline.runs.states import RunState
 from draftline.runs.stopping import StopRequested, install_stop_handlers
-from draftline.storage.artifacts import RunFolder
+from draftline.storage.artifacts import RunFolder, store_folder
 
 BAD_INPUT_STATUS = 2
 STOPPED_STATUS = 130
@@ -71,7 +73,7 @@ def _store_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    load_recipe(options.recipe, options.set)  # bad input is refused before anything starts
+    recipe = load_recipe(options.recipe, options.set)  # bad input is refused before anything starts
     install_stop_handlers()
     from draftline.cluster.jobs import PipelineJob
     from draftline.cluster.local import ray_cluster
@@ -79,7 +81,15 @@ def _run(options: argparse.Namespace) -> int:
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     serve = "wait" if terminal and not options.no_wait else "end"
     with ray_cluster(options.address) as cluster:
-        return PipelineJob(cluster, options.recipe, options.set, serve).follow(sys.stdout)
+        status = PipelineJob(cluster, options.recipe, options.set, serve).follow(sys.stdout)
+        if status == STOPPED_STATUS and serve == "wait" and cluster.local and _is_done(recipe):
+            return 0  # Ctrl-C is how serving ends
+        return status
+
+
+def _is_done(recipe: Recipe) -> bool:
+    folder = RunFolder(store_folder(recipe.store), recipe.run_id)
+    return folder.record.is_file() and read_record(folder).state is RunState.DONE
 
 
 def _report(options: argparse.Namespace) -> int:

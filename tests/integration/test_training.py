@@ -211,7 +211,7 @@ def test_the_walk_is_what_speculative_decoding_does(
     optimizer = torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], lr=1e-2)
     sample = samples[0]
     row = pack_row([sample], packing(model))
-    for seed in range(40):  # until it has learnt a part of this answer by heart
+    for seed in range(15):  # until it has learnt a part of this answer by heart
         loss, _ = forward_row(model, row, arguments, max_anchors=64, fixed_anchors=False, seed=seed, device=CPU)
         loss.backward()
         optimizer.step()

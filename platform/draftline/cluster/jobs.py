@@ -121,11 +121,7 @@ def _remote_job(cluster: Cluster, recipe_file: Path, overrides: Sequence[str], s
     command = pipeline_command("python", "jobs/pipeline.py", recipe, overrides, serve)
     return {
         "entrypoint": f"exec {shlex.join(command)}",
-        "runtime_env": {
-            "working_dir": str(CHECKOUT),
-            "excludes": _UPLOAD_EXCLUDES,
-            "env_vars": {"PYTHONPATH": "platform"},
-        },
+        "runtime_env": {"working_dir": str(CHECKOUT), "excludes": _UPLOAD_EXCLUDES},
     }
 
 

@@ -16,6 +16,9 @@ from typing import Any
 
 import psutil
 
+import draftline
+from draftline.storage.artifacts import was_uploaded
+
 _PR_SET_CHILD_SUBREAPER = 36
 _OBJECT_STORE_BYTES = 150 << 20  # nothing large goes through it: hidden states travel by Mooncake
 _LEAST_LOGICAL_CPUS = 8  # Ray's CPUs only decide who may start; each actor sets its own threads
@@ -60,6 +63,16 @@ def ray_cluster(address: str | None = None) -> Iterator[Cluster]:
         yield _start_head()
     finally:
         _end_head(before)
+
+
+def worker_environment() -> dict[str, Any]:
+    """The runtime environment that a driver gives its workers: when the package was sent along with the job, they
+    import it from their own copy, so that driver and workers run the same code.
+    """
+    package_root = Path(draftline.__file__).resolve().parents[1]
+    if not was_uploaded(package_root):
+        return {}
+    return {"env_vars": {"PYTHONPATH": package_root.name}}  # relative to a worker's working directory
 
 
 def _start_head() -> Cluster:

@@ -77,8 +77,8 @@ class Course:
             raise ValueError("no train worker has said yet where training starts")
         if not 0 <= rank < plan.ranks or not self._next[rank] <= position < plan.positions:
             raise ValueError(
-                f"rank {rank} asks for position {position}; there are {plan.ranks} ranks and {plan.positions} positions, "
-                f"and what was committed does not come again"
+                f"rank {rank} asks for position {position}; there are {plan.ranks} ranks and {plan.positions} "
+                "positions, and what was committed does not come again"
             )
         if plan.held_out_positions <= position < self.start:
             raise ValueError(f"rank {rank} asks for position {position}, but training starts at {self.start}")

@@ -14,6 +14,7 @@ class Ledger:
         self._concurrency = concurrency
         self._held: dict[str, int] = {}
         self._leaving: dict[str, str] = {}
+        self._left: set[str] = set()
         self._busy: dict[str, set[str]] = {replica: set() for replica in replicas}
 
     @property
@@ -28,6 +29,11 @@ class Ledger:
     def takes_more(self, replica: str) -> bool:
         """True when the replica lives and is not fully busy."""
         return replica in self._busy and self.in_flight(replica) < self._concurrency
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of what is on its way out of the store."""
+        return sum(self._held.get(key, 0) for key in self._left)
 
     def fits(self, size_bytes: int) -> bool:
         """True when so many bytes more stay in the budget."""
@@ -51,6 +57,7 @@ class Ledger:
     def leave(self, key: str, handle: str) -> None:
         """What the store calls `handle` is to be deleted; its bytes count until `released`."""
         self._leaving[key] = handle
+        self._left.add(key)
 
     def take_leaving(self) -> dict[str, str]:
         """Handle by key of what is to be deleted; each is handed out once."""
@@ -60,3 +67,4 @@ class Ledger:
     def released(self, key: str) -> None:
         """The store no longer holds `key`."""
         self.held_bytes -= self._held.pop(key, 0)
+        self._left.discard(key)

@@ -16,8 +16,8 @@ START_TRIES = 5
 START_WAIT_S = 15.0
 # Longer than any wait of a reader: a lease that ends makes an object evictable.
 LEASE_S = 24 * 3600
-# After so long without a sign of life a client's segment is taken as lost. Cores can be busy for seconds.
-CLIENT_TTL_S = 30
+# After so long without a sign of life a client's segment is taken as lost; until then puts may still go there and fail.
+CLIENT_TTL_S = 10
 
 
 class MasterProcess:
@@ -128,7 +128,7 @@ def _owns_ports(child: ChildProcess, ports: tuple[int, int]) -> bool:
         listeners = {
             (connection.laddr.port, connection.pid)
             for connection in psutil.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port in ports
         }
         if {port for port, _ in listeners} == set(ports):
             return all(pid == child.pid for _, pid in listeners)

@@ -104,21 +104,23 @@ class StoreClient:
         if status != _OK:
             raise StoreUnavailable(f"cannot join the store at {config.master_address} (status {status})")
 
-    def delete(self, handle: str) -> None:
-        """Removes states and error marker, leased or not; absent ones are fine. Raises StoreUnavailable."""
-        for key in (handle, handle + _ERROR_SUFFIX):
+    def delete(self, handles: Sequence[str]) -> None:
+        """Removes states and error markers, leased or not; absent ones are fine. Raises StoreUnavailable."""
+        for key in [handle + suffix for handle in handles for suffix in ("", _ERROR_SUFFIX)]:
             status = self._client.remove(key, True)
             if status not in (_OK, _NOT_FOUND):
                 raise StoreUnavailable(f"cannot delete {key} (status {status})")
 
     def missing(self, handles: Sequence[str]) -> list[str]:
-        """Those of the handles that hold nothing (any more). Raises StoreUnavailable."""
-        if not handles:
-            return []
-        found = self._client.batch_is_exist(list(handles))
+        """Those of the handles that hold neither states nor an error marker. Raises StoreUnavailable."""
+        markers = [handle + _ERROR_SUFFIX for handle in self._absent(handles)]
+        return [marker.removesuffix(_ERROR_SUFFIX) for marker in self._absent(markers)]
+
+    def _absent(self, keys: Sequence[str]) -> list[str]:
+        found = self._client.batch_is_exist(list(keys)) if keys else []
         if any(status < 0 for status in found):
-            raise StoreUnavailable(f"cannot look up {len(handles)} states (status {min(found)})")
-        return [handle for handle, status in zip(handles, found, strict=True) if status != _FOUND]
+            raise StoreUnavailable(f"cannot look up {len(keys)} keys (status {min(found)})")
+        return [key for key, status in zip(keys, found, strict=True) if status != _FOUND]
 
     def close(self) -> None:
         """Leaves the store."""

@@ -3,7 +3,7 @@
 Samples are leased in plan order, and what returns (a capture failed, states were lost) is leased again before anything
 new. So the row that is needed next can always be completed, whatever else the window holds:
 
-    planned -> leased(replica) -> stored(manifest) -> delivered(rank, position) -> consumed
+    planned -> leased(replica) -> stored(manifest) -> delivered(rank, position) -> consumed (kept for a later epoch)
        ^----------- failed, lost, replica or store lost, restarted ------------'      (or skipped, after K failures)
 
 A key's bytes count from the lease until `released`, that is, until the store no longer holds them.
@@ -19,6 +19,7 @@ from draftline.errors import InputError
 from draftline.hidden_states.course import Course
 from draftline.hidden_states.entries import Delivery, Entry, Lease, OpenRow, State, WindowLimits
 from draftline.hidden_states.ledger import Ledger
+from draftline.hidden_states.retained import Retained
 from draftline.samples.plan import BatchPlan
 
 
@@ -45,6 +46,7 @@ class Window:
         self._skipped = dict(skipped or {})
         self._samples = sum(len(row.samples) for row in plan.rows)
         self._course = Course(plan)
+        self._retained = Retained(plan)
         self._ledger = Ledger(limits.budget_bytes, limits.concurrency, replicas)
         self._attempt = self._last_attempt = 0
         self._largest_bytes = max((self._position_bytes(position) for position in range(plan.positions)), default=0)
@@ -87,12 +89,13 @@ class Window:
         return self._ledger.in_flight(replica)
 
     def handles(self) -> dict[str, str]:
-        """Handle in the store by key of all that is stored and waits for its row to be taken."""
-        return {entry.key: entry.handle for entry in self._live.values() if entry.state is State.STORED}
+        """Handle in the store by key of all that is stored and waits for its row to be taken, or is kept for later."""
+        stored = {entry.key: entry.handle for entry in self._live.values() if entry.state is State.STORED}
+        return stored | self._retained.handles()
 
     def bytes_by_state(self) -> dict[str, int]:
         """Bytes in the window by state; `leaving` waits to be deleted, or for a capture that is no longer wanted."""
-        figures = {"leased": 0, "stored": 0, "delivered": 0}
+        figures = {"leased": 0, "stored": 0, "delivered": 0, "kept": self._retained.size_bytes}
         for entry in self._live.values():
             figures[entry.state] += entry.size_bytes
         return figures | {"leaving": self.held_bytes - sum(figures.values())}
@@ -101,16 +104,18 @@ class Window:
 
     def lease(self, replica: str) -> Lease | None:
         """The next sample in plan order for this replica. None: it is busy or gone, or there is no work or no room."""
-        if not self._ledger.takes_more(replica):
-            return None
         entry = self._next_planned()
-        if entry is None or not self._ledger.fits(entry.size_bytes):
+        while entry is not None and self._reuse(entry):
+            entry = self._next_planned()
+        # States that an earlier row has now can be used again once it is committed: they are waited for.
+        if entry is None or entry.sample in self._at_work or not self._ledger.takes_more(replica):
             return None
-        if self._returned and self._returned[0][1] is entry:
-            heapq.heappop(self._returned)
+        if not self._has_room(entry):
+            return None
+        self._take_returned(entry)
         entry.state = State.LEASED
         entry.key = f"{self._key_prefix}-{entry.attempt}-{entry.sample}-{entry.epoch}"
-        self._live[entry.key] = entry
+        self._enter(entry)
         self._ledger.hold(entry.key, entry.size_bytes, replica)
         return Lease(entry.key, entry.sample, entry.epoch)
 
@@ -129,16 +134,18 @@ class Window:
         """A capture failed and left nothing in the store."""
         self._ledger.answered(key)
         self._ledger.released(key)
-        entry = self._live.pop(key, None)
+        entry = self._live.get(key)
         if entry is not None:
+            self._exit(entry)
             self._count_failure(entry, reason)
 
     def replica_lost(self, replica: str) -> None:
         """A replica died: its captures are made by others."""
         for key in self._ledger.drop_replica(replica):
             self._ledger.released(key)
-            entry = self._live.pop(key, None)
+            entry = self._live.get(key)
             if entry is not None:
+                self._exit(entry)
                 self._return(entry)
 
     # Rows
@@ -161,26 +168,35 @@ class Window:
         if not self._open(index).delivered:
             raise ValueError(f"rank {rank} commits position {position}, which was not delivered to it")
         for entry in self._rows.pop(index).entries:
-            self._drop(entry)
+            if entry.state is State.DELIVERED and self._retained.keep(entry):
+                self._exit(entry)
+            else:
+                self._drop(entry)
             entry.state = State.CONSUMED
         self._course.commit(rank)
 
-    def lost(self, key: str, reason: str) -> bool:
+    def lost(self, key: str, reason: str, *, blameless: bool = False) -> bool:
         """Stored states cannot be read: they are captured again, and their row is to be asked for again.
 
-        False when the key is not in the window (any more).
+        False when the key is not in the window (any more). `blameless`: it does not count as a try at the sample.
         """
         entry = self._live.get(key)
         if entry is None or entry.state is State.LEASED:
             return False
         self._drop(entry)
         self._rows[entry.order[0]].delivered = False
-        self._count_failure(entry, reason)
+        if blameless:
+            self._return(entry)
+        else:
+            self._count_failure(entry, reason)
         return True
 
     def vanished(self, keys: Iterable[str]) -> None:
         """The store lost these states, through no fault of the samples. Delivered ones are left to their reader."""
-        for key in keys:
+        gone = set(keys)
+        for kept in self._retained.drop(gone):
+            self._ledger.leave(kept.key, kept.handle)
+        for key in gone:
             entry = self._live.get(key)
             if entry is not None and entry.state is not State.DELIVERED:
                 self._drop(entry)
@@ -188,7 +204,7 @@ class Window:
 
     def store_lost(self) -> None:
         """The store lost everything: what was stored or on its way there is captured again."""
-        self.vanished(list(self._live))
+        self.vanished([*self._live, *self._retained.handles()])
 
     def shrink(self, budget_bytes: int) -> None:
         """Lowers the budget, as when a segment is gone; what was not delivered yet is given up and captured again.
@@ -202,7 +218,7 @@ class Window:
                 f"workers and {self._largest_bytes} bytes of one more position do not fit"
             )
         self._ledger.budget_bytes = min(self.budget_bytes, budget_bytes)
-        self.vanished(list(self._live))
+        self.store_lost()
 
     # Deletion
 
@@ -228,6 +244,7 @@ class Window:
                 entry.state = State.STORED if entry.state is State.DELIVERED else entry.state
             return
         self._course.begin(position)
+        self.vanished(list(self._retained.handles()))
         for entry in list(self._live.values()):
             self._drop(entry)
         self._attempt = self._last_attempt = self._last_attempt + 1
@@ -248,6 +265,7 @@ class Window:
         """Nothing is in the window but what must still be deleted."""
         self._rows: dict[int, OpenRow] = {}
         self._live: dict[str, Entry] = {}  # by key: leased, stored, delivered
+        self._at_work: set[int] = set()  # their samples
         self._returned: list[tuple[tuple[int, int], Entry]] = []
         self._cursor = (self._course.first_row, 0)
 
@@ -288,9 +306,42 @@ class Window:
         rows = self._plan.rows[position * self._plan.ranks : (position + 1) * self._plan.ranks]
         return sum(self._sizes[sample] for row in rows for sample in row.samples)
 
+    def _take_returned(self, entry: Entry) -> None:
+        if self._returned and self._returned[0][1] is entry:
+            heapq.heappop(self._returned)
+
+    def _reuse(self, entry: Entry) -> bool:
+        """The states kept from an earlier epoch serve a planned entry, if there are any."""
+        kept = self._retained.take(entry.sample)
+        if kept is None:
+            return False
+        self._take_returned(entry)
+        entry.state, entry.key, entry.manifest = State.STORED, kept.key, kept.manifest
+        self._enter(entry)
+        return True
+
+    def _has_room(self, entry: Entry) -> bool:
+        """Whether the entry's bytes fit now; if not, what is kept for later epochs begins to leave."""
+        if self._ledger.fits(entry.size_bytes):
+            return True
+        while self.held_bytes - self._ledger.leaving_bytes + entry.size_bytes > self.budget_bytes:
+            kept = self._retained.drop_one(entry.order[0])
+            if kept is None:
+                break
+            self._ledger.leave(kept.key, kept.handle)
+        return False
+
+    def _enter(self, entry: Entry) -> None:
+        self._live[entry.key] = entry
+        self._at_work.add(entry.sample)
+
+    def _exit(self, entry: Entry) -> None:
+        if self._live.pop(entry.key, None) is not None:
+            self._at_work.discard(entry.sample)
+
     def _drop(self, entry: Entry) -> None:
         """Takes an entry's states out of the window: deleted now, or when their capture answers."""
-        self._live.pop(entry.key, None)
+        self._exit(entry)
         if entry.state in (State.STORED, State.DELIVERED):
             self._ledger.leave(entry.key, entry.handle)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from draftline.hidden_states.capacity import StatesShape
 from draftline.recipe.schema import Recipe
-from draftline.targets.engine_args import CPU_KV_CACHE_GIB
+from draftline.targets.engine_args import CPU_KV_CACHE_BYTES
 from draftline.targets.resolve import ResolvedTarget
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -26,15 +27,28 @@ def engine_dtype(recipe: Recipe, target: ResolvedTarget) -> str:
     return "float32" if recipe.resources.accelerator == "cpu" else target.dtype
 
 
+def states_shape(recipe: Recipe, target: ResolvedTarget) -> StatesShape:
+    """What one token's hidden states are: the tap layers and the last layer."""
+    return StatesShape(
+        len(recipe.draft.tap_layers) + 1, target.hidden_size, _ITEM_BYTES.get(engine_dtype(recipe, target), 2)
+    )
+
+
 def states_bytes_per_token(recipe: Recipe, target: ResolvedTarget) -> int:
     """Bytes of one token's hidden states: the tap layers and the last layer."""
-    layers = len(recipe.draft.tap_layers) + 1
-    return layers * target.hidden_size * _ITEM_BYTES.get(engine_dtype(recipe, target), 2)
+    return states_shape(recipe, target).token_bytes
+
+
+def cached_token_bytes(recipe: Recipe, target: ResolvedTarget) -> int:
+    """Bytes that one token takes in an engine's cache: keys and values of target and draft, and hidden states."""
+    layers = target.layers + recipe.draft.layers
+    item_bytes = _ITEM_BYTES.get(engine_dtype(recipe, target), 2)
+    return 2 * layers * target.kv_heads * target.head_dim * item_bytes + states_bytes_per_token(recipe, target)
 
 
 def row_states_bytes(recipe: Recipe, target: ResolvedTarget) -> int:
     """Bytes of the hidden states of one full row, which is also the largest sample."""
-    return recipe.training.row_tokens * states_bytes_per_token(recipe, target)
+    return states_shape(recipe, target).sample_bytes(recipe.training.row_tokens)
 
 
 def draft_parameters(recipe: Recipe, target: ResolvedTarget) -> int:
@@ -58,7 +72,7 @@ def memory_estimate_bytes(recipe: Recipe, target: ResolvedTarget) -> int:
     weights = (
         target.weights_bytes * _ITEM_BYTES[_known(engine_dtype(recipe, target))] // _ITEM_BYTES[_known(target.dtype)]
     )
-    engine = ENGINE_BASE_BYTES + CPU_KV_CACHE_GIB * GIB + weights
+    engine = ENGINE_BASE_BYTES + CPU_KV_CACHE_BYTES + weights
     draft = draft_parameters(recipe, target) * _FLOAT32_BYTES
     buffers = recipe.hidden_states.buffer_bytes * (replicas + workers)
     worker = WORKER_BASE_BYTES + _worker_bytes(recipe, target)

@@ -8,6 +8,7 @@ from typing import Any
 
 from draftline.hidden_states.store import StoreConfig
 from draftline.recipe.schema import Recipe
+from draftline.recipe.sizes import cached_token_bytes
 from draftline.runs.progress import Progress
 from draftline.storage.artifacts import RunFolder
 from draftline.targets.engine import Engine, engine_actor
@@ -17,6 +18,10 @@ from draftline.targets.resolve import ResolvedTarget
 
 STOP_WAIT_S = 10.0
 ENGINE_CONCURRENCY = 512
+# Requests that an engine works on at once, and the tokens that its cache holds on a CPU: answering wants full batches,
+# evaluation mostly asks one request at a time.
+REPLICA_REQUESTS, REPLICA_CACHE_TOKENS = 64, 16384
+EVALUATION_REQUESTS, EVALUATION_CACHE_TOKENS = 16, 4096
 
 
 class RunActors:
@@ -88,7 +93,10 @@ class RunActors:
         """One further engine of the target, with `args` beside those that every engine has."""
         import ray
 
-        actor = self.own(name, self._engine_actor(name, engine_class, args, threads))
+        actor = self.own(
+            name,
+            self._engine_actor(name, engine_class, args, threads, EVALUATION_REQUESTS, EVALUATION_CACHE_TOKENS),
+        )
         with self._progress.waiting(f"{name} to load the model"):
             seconds = ray.get(actor.start.remote())
         self._progress.say(f"{name} is up ({seconds:.0f} s)")
@@ -117,21 +125,37 @@ class RunActors:
         capture = capture_engine_args(self.recipe.draft.tap_layers, self.target.layers, self.store().connector_config())
         names = [f"target replica {number}" for number in range(self.recipe.hidden_states.replicas)]
         started = [
-            self.own(name, self._engine_actor(name, TargetReplica, capture, self._all_cores())) for name in names
+            self.own(
+                name,
+                self._engine_actor(
+                    name, TargetReplica, capture, self._all_cores(), REPLICA_REQUESTS, REPLICA_CACHE_TOKENS
+                ),
+            )
+            for name in names
         ]
         with self._progress.waiting("the target replicas to load the model"):
             seconds = ray.get([replica.start.remote() for replica in started])
         self._progress.say(f"{len(started)} target replica(s) up ({max(seconds):.0f} s)")
         return started
 
-    def _engine_actor(self, name: str, engine_class: type[Engine], args: Mapping[str, Any], threads: int) -> Any:
+    def _engine_actor(
+        self,
+        name: str,
+        engine_class: type[Engine],
+        args: Mapping[str, Any],
+        threads: int,
+        requests: int,
+        cache_tokens: int,
+    ) -> Any:
         recipe = self.recipe
+        longest = recipe.training.row_tokens + 1  # capturing asks for one token beyond the row
         base = base_engine_args(
             self.target.path,
             accelerator=self.accelerator,
             dtype=recipe.target.dtype,
-            max_model_len=recipe.training.row_tokens + 1,
-            max_requests=64,
+            max_model_len=longest,
+            max_requests=requests,
+            kv_cache_bytes=max(cache_tokens, 2 * longest) * cached_token_bytes(recipe, self.target),
             tensor_parallel=recipe.target.tensor_parallel,
             trust_remote_code=recipe.target.trust_remote_code,
             seed=recipe.seed,

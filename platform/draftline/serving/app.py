@@ -27,6 +27,7 @@ Progress = Callable[[str], None]
 POLL_S = 0.5
 REPORT_EVERY_S = 10.0
 ANSWER_WITHIN_S = 30.0
+MESSAGE_LINES = 14
 # A machine whose cores are all busy decoding answers health checks late.
 HEALTH_TIMEOUT_S = 60.0
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
@@ -54,9 +55,10 @@ def build_app(config: ServeConfig) -> serve.Application:
     from ray.serve.llm import LLMConfig, build_openai_app
 
     on_cpu = config.accelerator == "cpu"
+    hardware: Any = {"kind": config.accelerator}
     llm = LLMConfig(
         model_loading_config={"model_id": config.model_name, "model_source": config.target},
-        accelerator_config={"kind": config.accelerator},  # type: ignore[arg-type]
+        accelerator_config=hardware,
         # Logical CPUs only steer Ray's placement; the engine's threads are in its environment.
         placement_group_config={"bundle_per_worker": {"CPU": config.cpus}} if on_cpu else None,
         deployment_config={
@@ -189,7 +191,10 @@ def _waits_for(config: ServeConfig, built: bool) -> str:
 
 def _say(name: str, application: Any) -> str:
     messages = [application.message, *(deployment.message for deployment in application.deployments.values())]
-    return f"{name} failed to start: " + " | ".join(message for message in messages if message)
+    lines = "\n".join(message for message in messages if message).splitlines()
+    if len(lines) > MESSAGE_LINES:  # a traceback: what failed stands first, why it failed last
+        lines = [*lines[:2], "...", *lines[2 - MESSAGE_LINES :]]
+    return f"{name} failed to start: " + "\n".join(lines)
 
 
 def _end_telemetry() -> None:

@@ -85,5 +85,10 @@ def store_folder(store: str) -> Path:
     Ray deletes the working directory of a job that was sent one, so a run there is kept below `~/draftline`.
     """
     here = Path.cwd()
-    base = Path.home() / "draftline" if _RAY_UPLOADS in here.parts else here
+    base = Path.home() / "draftline" if was_uploaded(here) else here
     return (base / Path(store).expanduser()).absolute()
+
+
+def was_uploaded(folder: Path) -> bool:
+    """Whether a folder is Ray's copy of a working directory that was sent along with a job."""
+    return _RAY_UPLOADS in folder.parts

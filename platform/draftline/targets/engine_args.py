@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 Accelerator = Literal["cpu", "gpu"]
 
-CPU_KV_CACHE_GIB = 1
+CPU_KV_CACHE_BYTES = 1 << 30
 CONNECTOR = ("HiddenStatesConnector", "draftline.hidden_states.connector")
 CPU_DRAFT_WORKER = "draftline.vllm_plugin.worker.DSparkCPUWorker"
 WORKER_EXTENSION = "draftline.vllm_plugin.extension.WorkerExtension"
@@ -26,7 +26,6 @@ def engine_environment(accelerator: Accelerator, threads: int) -> dict[str, str]
         return environment
     environment |= {
         "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
         # Idle OpenMP threads sleep instead of spinning: on two cores they would take the trainer's time.
@@ -48,9 +47,13 @@ def base_engine_args(
     tensor_parallel: int = 1,
     trust_remote_code: bool = False,
     seed: int = 0,
+    kv_cache_bytes: int = CPU_KV_CACHE_BYTES,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Arguments that every engine shares. `max_model_len` in tokens, `max_requests` decoded at once."""
+    """Arguments that every engine shares.
+
+    `max_model_len` in tokens, `max_requests` decoded at once, `kv_cache_bytes` on a CPU (a GPU takes what is free).
+    """
     args: dict[str, Any] = {
         "model": str(model),
         "dtype": dtype,
@@ -63,7 +66,11 @@ def base_engine_args(
     }
     if accelerator == "cpu":
         # float32 is several times faster than bfloat16 where the CPU lacks native bfloat16.
-        args |= {"dtype": "float32" if dtype == "auto" else dtype, "enforce_eager": True}
+        args |= {
+            "dtype": "float32" if dtype == "auto" else dtype,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+        }
     return args | dict(extra or {})
 
 
@@ -113,7 +120,6 @@ def draft_engine_args(
     return {
         "speculative_config": speculative,
         "worker_cls": CPU_DRAFT_WORKER,
-        "worker_extension_cls": WORKER_EXTENSION,
         "additional_config": {"draftline": {"confidence_cut": confidence_cut}},
         # Drafts whose length differs from request to request need the scheduler to wait for them.
         "async_scheduling": False,

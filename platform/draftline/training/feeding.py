@@ -20,8 +20,8 @@ CLOSE_TIMEOUT_S = 5.0
 class FeederRows:
     """`RowSource` on top of the feeder: the held-out rows first, then the row of each step from `first_step` on.
 
-    `connect` makes the reader; it is called in the reading thread, the only one that uses it. Close it when training
-    ends, also when it fails.
+    `group` names this start of the worker group, the same for all its ranks. `connect` makes the reader; it is called
+    in the reading thread, the only one that uses it. Close it when training ends, also when it fails.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class FeederRows:
         connect: Callable[[], StatesReader],
         prompt_tokens: Mapping[int, int],
         *,
+        group: str,
         rank: int,
         first_step: int,
         steps: int,
@@ -37,7 +38,7 @@ class FeederRows:
         prefetch: int,
     ) -> None:
         self._feeder, self._connect, self._prompt_tokens = feeder, connect, prompt_tokens
-        self._rank, self._first_step, self._steps = rank, first_step, steps
+        self._group, self._rank, self._first_step, self._steps = group, rank, first_step, steps
         self._held_out_positions = held_out_positions
         self._ahead: queue.Queue[tuple[int, list[SampleStates] | BaseException]] = queue.Queue(prefetch)
         self._closing = threading.Event()
@@ -92,7 +93,8 @@ class FeederRows:
         position = 0
         try:
             reader = self._connect()
-            ray.get(self._feeder.restart.remote(self._rank, self._held_out_positions + self._first_step))
+            first = self._held_out_positions + self._first_step
+            ray.get(self._feeder.restart.remote(self._rank, first, self._group))
             for position in self._positions():
                 if not self._put(position, self._fetch(reader, position)):
                     return

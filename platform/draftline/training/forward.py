@@ -29,7 +29,7 @@ def loss_arguments(loss: Loss, accelerator: Accelerator) -> dict[str, Any]:
 
 def row_seed(seed: int, step: int, rank: int) -> int:
     """Seed of the anchors drawn for one row: the same for the same row, however often the run was resumed."""
-    return (seed * 1_000_003 + step) * 4_099 + rank
+    return ((seed * 1_000_003 + step) * 4_099 + rank) % 2**63
 
 
 def forward_row(

@@ -43,6 +43,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any] | None:
         spec.feeder,
         lambda: StatesReader(spec.store),
         spec.prompt_tokens,
+        group=_worker_group(),
         rank=rank,
         first_step=trainer.start_step,
         steps=spec.steps,
@@ -64,6 +65,14 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any] | None:
         "resumed_from": trainer.start_step,
         "seconds": {"set_up": ready - began, "training": time.perf_counter() - ready},
     }
+
+
+def _worker_group() -> str:
+    """Names this start of the worker group: Ray Train gives each one a placement group of its own."""
+    from ray.util import get_current_placement_group
+
+    placement = get_current_placement_group()
+    return "" if placement is None else placement.id.hex()
 
 
 def _reporter(progress: Any, rank: int) -> Callable[[dict[str, Any]], None]:

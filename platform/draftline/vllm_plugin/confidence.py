@@ -7,6 +7,7 @@ ends before the first token whose survival is below the cut.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -53,34 +54,31 @@ def kept_tokens(confidences: Sequence[float], cut: float) -> int:
     return len(confidences)
 
 
-def threshold(cost_curve_s: Sequence[float], draft_cost_s: float, acceptance_guess: float = ACCEPTANCE_GUESS) -> float:
+def threshold(step_costs_s: Sequence[float], acceptance_guess: float = ACCEPTANCE_GUESS) -> float:
     """The survival below which verifying a token slows decoding down, from 0 to 1.
 
-    `cost_curve_s[k]` is the time of a target forward that verifies k drafted tokens (k + 1 tokens in all), in seconds,
-    `draft_cost_s` the time of a draft pass.
+    `step_costs_s[k]` is the time of a decode step that verifies k drafted tokens, draft pass included, in seconds.
 
     A long run of steps emits E[tokens] / E[time] tokens a second. The policy that maximises this rate r takes, in each
-    step, the draft length that maximises tokens - r * time (renewal reward; Dinkelbach's method for ratios). One more
-    token adds its survival s to the tokens and dc to the time: it is worth its time as long as s >= r * dc. dc is the
-    curve's mean slope, as single differences are mostly noise, and r the best rate that a draft with the constant
-    `acceptance_guess` a reaches: max over k of (1 + a + ... + a^k) / (cost_curve_s[k] + draft_cost_s).
+    step, the draft length that maximises tokens - r * time (Dinkelbach's method for ratios). One more token adds its
+    survival s to the tokens and dc to the time: it is worth its time as long as s >= r * dc. dc is the costs'
+    slope over all k, as differences of neighbours are mostly noise, and r the best rate that a draft with the constant
+    `acceptance_guess` a reaches: max over k of (1 + a + ... + a^k) / step_costs_s[k]. Raises ValueError for fewer than
+    two costs.
     """
-    if len(cost_curve_s) < 2:
+    if len(step_costs_s) < 2:
         raise ValueError(
-            f"a cost curve holds at least 2 times, for 0 and for 1 drafted tokens; found {len(cost_curve_s)}"
+            f"at least 2 step costs, for 0 and for 1 drafted tokens, are needed; found {len(step_costs_s)}"
         )
-    slope_s = max(_slope(cost_curve_s), 0.0)
     rate, tokens, survival = 0.0, 0.0, 1.0
-    for cost_s in cost_curve_s:
+    for cost_s in step_costs_s:
         tokens += survival
         survival *= acceptance_guess
-        rate = max(rate, tokens / (cost_s + draft_cost_s))
-    return min(rate * slope_s, 1.0)
+        rate = max(rate, tokens / cost_s)
+    return min(rate * max(_slope(step_costs_s), 0.0), 1.0)
 
 
 def _slope(values: Sequence[float]) -> float:
-    """Slope of the least-squares line through (0, values[0]), (1, values[1]), ..."""
-    middle = (len(values) - 1) / 2
-    mean = sum(values) / len(values)
-    covariance = sum((x - middle) * (value - mean) for x, value in enumerate(values))
-    return covariance / sum((x - middle) ** 2 for x in range(len(values)))
+    """Median slope between any two of the points (k, values[k]) (Theil-Sen): a few disturbed times do not move it."""
+    points = list(enumerate(values))
+    return statistics.median((b - a) / (y - x) for i, (x, a) in enumerate(points) for y, b in points[i + 1 :])

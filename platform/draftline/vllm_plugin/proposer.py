@@ -132,7 +132,7 @@ class DSparkProposer(DFlashProposer):
         )
 
     def _sample_draft_tokens(
-        self, hidden_states: torch.Tensor, sampling_metadata: SamplingMetadata | None
+        self, hidden_states: torch.Tensor, sampling_metadata: SamplingMetadata
     ) -> tuple[torch.Tensor, None]:
         """Choose the tokens left to right. `hidden_states` [requests * n, hidden] -> target ids [requests * n]."""
         model, wanted = self.model, self.num_speculative_tokens
@@ -158,10 +158,3 @@ class DSparkProposer(DFlashProposer):
             return drafts
         assert self._confidences is not None
         return cut_drafts(drafts.tolist(), self._confidences.tolist(), self.confidence_cut)
-
-    @torch.inference_mode()
-    def dummy_pass(self) -> None:
-        """A draft pass for one request, without attention, on meaningless tokens: only its time counts."""
-        self.dummy_run(self.queries, use_cudagraphs=False, slot_mappings={})
-        self._anchors = torch.zeros(1, dtype=torch.int32)
-        self._sample_draft_tokens(self.hidden_states[: self.num_speculative_tokens], None)

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import copy
-import statistics
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
-import torch
 from vllm.config import VllmConfig
-from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from draftline.vllm_plugin import patches
-from draftline.vllm_plugin.confidence import ACCEPTANCE_GUESS, Cut, read_cut, threshold
+from draftline.vllm_plugin.confidence import Cut, read_cut, threshold
+from draftline.vllm_plugin.costs import step_costs_s
 from draftline.vllm_plugin.extension import WorkerExtension
 from draftline.vllm_plugin.proposer import DSparkProposer
 
 logger = init_logger("vllm.draftline")
 
-REPEATS = 5  # times that each cost is measured; the same number on every rank, which run them together
-
 
 class DSparkCPUWorker(CPUWorker, WorkerExtension):
-    """Hands the V1 runner a DSpark proposer and, for the cut "auto", measures what verifying a token costs."""
+    """Hands the V1 runner a DSpark proposer and settles where drafts end."""
 
     proposer: DSparkProposer | None = None
 
@@ -63,6 +55,17 @@ class DSparkCPUWorker(CPUWorker, WorkerExtension):
             self.proposer.confidence_cut = self._choose_cut(self.proposer)
         return times
 
+    def set_confidence_cut(self, cut: float) -> float:
+        """Drafts end where the product of confidences falls below `cut` from now on; 0: never. Returns the cut before."""
+        if self.proposer is None:
+            raise ValueError("this engine has no draft to cut")
+        if cut > 0.0 and (not self.proposer.has_confidence_head or self.scheduler_config.async_scheduling):
+            raise ValueError(
+                f"cannot cut at {cut}: that takes a confidence head and an engine without async_scheduling"
+            )
+        before, self.proposer.confidence_cut = self.proposer.confidence_cut, cut
+        return before
+
     def _choose_cut(self, proposer: DSparkProposer) -> float:
         if self.cut != "auto":
             if self.cut > 0.0 and not proposer.has_confidence_head:
@@ -71,53 +74,15 @@ class DSparkCPUWorker(CPUWorker, WorkerExtension):
         if not proposer.has_confidence_head:
             logger.info("confidence cut: none, the draft has no confidence head")
             return 0.0
-        curve_s, draft_s = self.measure_costs()
-        cut = threshold(curve_s, draft_s, ACCEPTANCE_GUESS)
+        costs_s = step_costs_s(self, proposer.num_speculative_tokens, proposer.queries)
+        cut = threshold(costs_s)
         logger.info(
-            "confidence cut %.3f chosen from %.1f ms a draft pass and %s ms to verify 0..%d drafted tokens",
+            "confidence cut %.3f chosen from steps of %s ms that verify 0..%d drafted tokens",
             cut,
-            draft_s * 1e3,
-            " ".join(f"{cost_s * 1e3:.1f}" for cost_s in curve_s),
-            len(curve_s) - 1,
+            " ".join(f"{cost_s * 1e3:.1f}" for cost_s in costs_s),
+            len(costs_s) - 1,
         )
         return cut
-
-    def set_confidence_cut(self, cut: float) -> float:
-        """Where drafts end from now on, 0: nowhere; returns where they ended before. For `collective_rpc`."""
-        if self.proposer is None:
-            raise ValueError("confidence cut: the engine has no DSpark draft")
-        if cut > 0.0 and (not self.proposer.has_confidence_head or self.scheduler_config.async_scheduling):
-            raise ValueError(f"confidence_cut is {cut}; allowed: 0, as the engine cannot cut drafts")
-        before, self.proposer.confidence_cut = self.proposer.confidence_cut, cut
-        return before
-
-    @torch.inference_mode()
-    def measure_costs(self) -> tuple[list[float], float]:
-        """This engine's own costs for one request: (target forward that verifies 0..n tokens, draft pass), in seconds.
-
-        Attention is left out: it reads next to nothing in a short context, and the weights dominate.
-        """
-        assert self.proposer is not None
-        lengths = range(self.proposer.num_speculative_tokens + 1)
-        passes: list[Callable[[], object]] = [partial(self._verify, k + 1) for k in lengths]
-        passes.append(self.proposer.dummy_pass)
-        # In turns, so that a busy moment of the machine does not fall on one length alone.
-        rounds = [[_seconds(run) for run in passes] for _ in range(REPEATS + 1)][1:]
-        *curve_s, draft_s = (statistics.median(times) for times in zip(*rounds, strict=True))
-        return curve_s, draft_s
-
-    def _verify(self, tokens: int) -> torch.Tensor:
-        runner = self.model_runner
-        model: Any = runner.model
-        with set_forward_context(None, self.vllm_config, num_tokens=tokens, slot_mapping={}):
-            output = model(
-                input_ids=runner.input_ids.gpu[:tokens],
-                positions=torch.arange(tokens),
-                intermediate_tensors=None,
-                inputs_embeds=None,
-            )
-        hidden_states = output[0] if isinstance(output, tuple) else output
-        return model.compute_logits(hidden_states).argmax(dim=-1)
 
 
 def _as_dflash(config: VllmConfig) -> VllmConfig:
@@ -128,9 +93,3 @@ def _as_dflash(config: VllmConfig) -> VllmConfig:
     ours = copy.copy(config)
     ours.speculative_config = draft
     return ours
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start

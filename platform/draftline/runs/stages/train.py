@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from draftline.hidden_states.feeder import Feeder
-from draftline.recipe.sizes import states_bytes_per_token
+from draftline.hidden_states.feeder import start_feeder
+from draftline.recipe.sizes import states_shape
 from draftline.runs.actors import remote_task
 from draftline.runs.context import RunContext
 from draftline.runs.frame import Stage
@@ -74,13 +74,13 @@ def _train(context: RunContext, samples: Sequence[Sample]) -> TrainingResult:
     )
     feeder = context.actors.own(
         "feeder",
-        Feeder.remote(  # type: ignore[attr-defined]
+        start_feeder(
             plan=plan,
             token_ids={sample.number: sample.token_ids for sample in samples},
             replicas=context.actors.replicas(),
             store=context.actors.store(),
             states=recipe.hidden_states,
-            bytes_per_token=states_bytes_per_token(recipe, context.target),
+            shape=states_shape(recipe, context.target),
             key_prefix=context.key("states", 0),
         ),
     )
