@@ -184,5 +184,6 @@ def remote_task(function: Callable[..., Any], recipe: Recipe, threads: int) -> A
         num_cpus=recipe.resources.cpus_per_actor,
         num_gpus=1 if accelerated else 0,
         max_retries=0,
+        max_calls=1,  # its process, full of torch, ends with it
         runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}},
     )

@@ -1,4 +1,4 @@
-"""On-policy data: the target itself answers the prompts, all replicas at once, and the token ids are kept as it saw them."""
+"""On-policy data: the target itself answers the prompts, and its token ids are kept as the engine saw them."""
 
 from __future__ import annotations
 

@@ -110,8 +110,9 @@ def _check_tokens(
         gap = float(row[best] - row[token])
         if gap > tolerance:
             raise CaptureFailed(
-                f"sample {sample}: the last layer at position {position} predicts token {best}, but the target's own greedy "
-                f"token is {token} (logit {gap:.3f} lower, {tolerance} allowed): the captured last layer is not the target's"
+                f"sample {sample}: the last layer at position {position} predicts token {best}, but the target's own "
+                f"greedy token is {token} (logit {gap:.3f} lower, {tolerance} allowed): what was captured is not the "
+                "target's last layer"
             )
         near_ties += 1
     return len(expected), near_ties

@@ -25,37 +25,16 @@ PLAIN, DRAFTED = "engine without a draft", "engine with the draft"
 
 def evaluate(context: RunContext, stage: Stage) -> None:
     """Leaves the report of all measurements in the run's folder."""
-    recipe = context.recipe
     prompts = held_out_prompts(context)
-    threads = os.cpu_count() or 1
-    context.actors.replicas()  # they capture what the estimate walks over
-    plain = context.actors.engine(PLAIN, MeasuredEngine, PLAIN_ENGINE_ARGS, threads)
-    draft_args = draft_engine_args(
-        context.frame.folder.draft.resolve(),
-        draft_tokens=draft_tokens(context),
-        accelerator=recipe.resources.accelerator,
-        confidence_cut=recipe.serving.confidence_cut,
-        draft_sampling=recipe.serving.draft_sampling,
-        rejection_method=recipe.serving.rejection_method,
-    )
-    drafted = context.actors.engine(DRAFTED, MeasuredEngine, draft_args | DRAFT_ENGINE_ARGS, threads)
-    measurements = measure(
-        plain,
-        drafted,
-        prompts,
-        max_tokens=recipe.evaluation.max_tokens,
-        serving_cut=recipe.serving.confidence_cut if recipe.resources.accelerator == "cpu" else None,
-        progress=context.frame.progress.say,
-    )
-    for name in (PLAIN, DRAFTED):
-        context.actors.end(name)
-    estimate = _walk_estimate(context, prompts, measurements)
+    estimate = _walk_estimate(context, prompts)
+    context.actors.close()  # the two engines need the memory, and nothing is captured from here on
+    measurements = _measure(context, prompts)
     figures = evaluation_figures(measurements, estimate)
     report = context.frame.folder.report / "evaluation.json"
     write_json_atomic(report, {"figures": figures, "measurements": [asdict(m) for m in measurements]})
     stage.made(report)
     context.frame.figures(figures)
-    check_served(figures, measurements, recipe.evaluation.estimate_tolerance)
+    check_served(figures, measurements, context.recipe.evaluation.estimate_tolerance)
 
 
 def draft_tokens(context: RunContext) -> int:
@@ -76,20 +55,54 @@ def held_out_prompts(context: RunContext) -> list[HeldOutPrompt]:
     ]
 
 
-def _walk_estimate(context: RunContext, prompts: Sequence[HeldOutPrompt], measurements: Sequence[Measurement]) -> float:
-    """The acceptance length that the served draft should reach on these very answers."""
+def _measure(context: RunContext, prompts: Sequence[HeldOutPrompt]) -> list[Measurement]:
+    """Both engines, side by side, on the same prompts."""
+    recipe = context.recipe
+    threads = os.cpu_count() or 1
+    plain = context.actors.engine(PLAIN, MeasuredEngine, PLAIN_ENGINE_ARGS, threads)
+    draft_args = draft_engine_args(
+        context.frame.folder.draft.resolve(),
+        draft_tokens=draft_tokens(context),
+        accelerator=recipe.resources.accelerator,
+        confidence_cut=recipe.serving.confidence_cut,
+        draft_sampling=recipe.serving.draft_sampling,
+        rejection_method=recipe.serving.rejection_method,
+    )
+    drafted = context.actors.engine(DRAFTED, MeasuredEngine, draft_args | DRAFT_ENGINE_ARGS, threads)
+    measurements = measure(
+        plain,
+        drafted,
+        prompts,
+        max_tokens=recipe.evaluation.max_tokens,
+        serving_cut=recipe.serving.confidence_cut if recipe.resources.accelerator == "cpu" else None,
+        progress=context.frame.progress.say,
+    )
+    for name in (PLAIN, DRAFTED):
+        context.actors.end(name)
+    return measurements
+
+
+def _walk_estimate(context: RunContext, prompts: Sequence[HeldOutPrompt]) -> float:
+    """The acceptance length that the served draft should reach: walks over the target's own greedy answers."""
     import ray
 
-    replica = context.actors.replicas()[0]
-    texts = [
-        (prompt, (*prompt.token_ids, *measured.plain.token_ids))
-        for prompt, measured in zip(prompts, measurements, strict=True)
-    ]
-    manifests = ray.get([replica.capture.remote(context.key("walk", prompt.number), ids) for prompt, ids in texts])
+    recipe, replica = context.recipe, context.actors.replicas()[0]
+    answers = ray.get(
+        [
+            replica.generate.remote(context.key("ask", prompt.number), prompt.token_ids, recipe.evaluation.max_tokens)
+            for prompt in prompts
+        ]
+    )
+    manifests = ray.get(
+        [
+            replica.capture.remote(context.key("walk", prompt.number), (*prompt.token_ids, *answer.token_ids))
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+    )
     samples = [
-        EstimatedSample(manifest, len(prompt.token_ids)) for (prompt, _), manifest in zip(texts, manifests, strict=True)
+        EstimatedSample(manifest, len(prompt.token_ids)) for prompt, manifest in zip(prompts, manifests, strict=True)
     ]
-    task = remote_task(run_walk_estimate, context.recipe, threads=os.cpu_count() or 1)
+    task = remote_task(run_walk_estimate, recipe, threads=os.cpu_count() or 1)
     return ray.get(
         task.remote(
             str(context.frame.folder.draft.resolve()),
@@ -97,6 +110,6 @@ def _walk_estimate(context: RunContext, prompts: Sequence[HeldOutPrompt], measur
             samples,
             context.actors.store(),
             draft_tokens(context),
-            context.recipe.resources.accelerator,
+            recipe.resources.accelerator,
         )
     )
