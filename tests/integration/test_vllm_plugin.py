@@ -14,6 +14,8 @@ import torch
 
 from tiny import BlockLayout, build_tiny_draft, target_states
 
+from draftline.vllm_plugin.confidence import cut_drafts
+
 QUESTIONS = [
     "Hello",
     "What is 2+2?",
@@ -121,7 +123,9 @@ def metric(llm: Any, name: str) -> float:
 
 
 @torch.no_grad()
-def offline_drafts(target: Path, draft: Path, sequences: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+def offline_drafts(
+    target: Path, draft: Path, sequences: Sequence[Sequence[int]], cut: float = 0.0
+) -> list[list[list[int]]]:
     """What speculators' model itself drafts after each position of each sequence, from transformers' hidden states."""
     from speculators.models.dspark import DSparkDraftModel
 
@@ -142,8 +146,10 @@ def offline_drafts(target: Path, draft: Path, sequences: Sequence[Sequence[int]]
             max_anchors=anchors,
         )
         hidden, logits = hidden.view(anchors, model.block_size, -1), logits.view(anchors, model.block_size, -1)
-        previous, chosen = torch.tensor(sequence[:anchors]), []
+        previous, chosen, sure = torch.tensor(sequence[:anchors]), [], []
         for place in range(first, model.block_size):
+            embedding = model.markov_head.prev_embeddings(previous)
+            sure.append(model.confidence_head(torch.cat([hidden[:, place], embedding], dim=-1)).sigmoid())
             bias = model.markov_head.block_bias(
                 prev_token_ids=previous[:, None], hidden_states=hidden[:, place : place + 1]
             )
@@ -151,17 +157,19 @@ def offline_drafts(target: Path, draft: Path, sequences: Sequence[Sequence[int]]
             if model.d2t is not None:
                 previous = previous + model.d2t[previous]
             chosen.append(previous)
-        drafts.append(torch.stack(chosen, dim=1).tolist())
+        drafts.append(cut_drafts(torch.stack(chosen, dim=1).tolist(), torch.stack(sure, dim=1).tolist(), cut))
     return drafts
 
 
-def assert_drafts_match(seen: list[Draft], sequences: list[list[int]], offline: list[list[list[int]]]) -> None:
-    """Every draft after an answer token is a prefix of the offline draft after that token of one of the sequences."""
+def assert_drafts_match(
+    seen: list[Draft], sequences: list[list[int]], offline: list[list[list[int]]], most: int
+) -> None:
+    """Every draft is the first `most` tokens of the offline draft after the same token of one of the sequences."""
     expected: dict[tuple[int, int], list[list[int]]] = {}
     for sequence, drafts in zip(sequences, offline, strict=True):
         for position, (anchor, tokens) in enumerate(zip(sequence, drafts, strict=True)):
             expected.setdefault((position, anchor), []).append(tokens)
-    wrong = [d for d in seen if all(tokens[: len(d.tokens)] != d.tokens for tokens in expected[d.position, d.anchor])]
+    wrong = [d for d in seen if all(tokens[:most] != d.tokens for tokens in expected[d.position, d.anchor])]
     assert not wrong, f"{len(wrong)} of {len(seen)} drafts differ, the first: {wrong[0]}"
 
 
@@ -205,6 +213,84 @@ def test_drafts_are_the_models_own_and_answers_stay_the_same(
     assert {len(d.tokens) for d in seen} == {tokens}
     assert len(answered) > 50
     offline = offline_drafts(tiny_target, draft, plain)
-    assert_drafts_match(answered, plain, offline)
+    assert_drafts_match(answered, plain, offline, tokens)
     assert accepted / passes > 0.2, "the draft was trained on most of these answers; untrained it has 0.01"
     assert drafted == passes * tokens
+
+
+def test_drafts_are_cut_where_the_model_is_unsure(tiny_target: Path, plain: list[list[int]], tmp_path: Path) -> None:
+    draft = build_tiny_draft(tiny_target, tmp_path / "draft", block_size=BLOCK, memorise=plain[:4])
+    cut = 0.2
+    options = {"async_scheduling": False, "additional_config": {"draftline": {"confidence_cut": "auto"}}}
+    with engine(tiny_target, draft, BLOCK, **options) as llm:
+        worker = worker_of(llm)
+        assert 0.0 <= worker.proposer.confidence_cut <= 1.0
+        assert answer(llm) == plain, "the engine measured itself and left nothing behind"
+        llm.collective_rpc("set_confidence_cut", args=(cut,))
+        seen = watch(worker)
+        assert answer(llm) == plain
+        assert llm.collective_rpc("set_confidence_cut", args=(1.0,)) == [cut]
+        assert answer(llm) == plain, "no drafts at all"
+        threads = torch.get_num_threads()
+        assert llm.collective_rpc("set_threads", args=(1,)) == [threads]
+        assert torch.get_num_threads() == 1
+        llm.collective_rpc("set_threads", args=(threads,))
+    longest_prompt = max(len(sequence) for sequence in plain) - ANSWER_TOKENS
+    answered = [d for d in seen if d.position > longest_prompt and d.tokens]
+    assert len({len(d.tokens) for d in answered}) > 1
+    assert_drafts_match(answered, plain, offline_drafts(tiny_target, draft, plain, cut), BLOCK)
+
+
+def test_options_that_cannot_work_are_refused_at_the_start(tiny_target: Path, tmp_path: Path) -> None:
+    draft = build_tiny_draft(tiny_target, tmp_path / "draft", block_size=BLOCK, block_layout="one_plus_n")
+    options = {"additional_config": {"draftline": {"confidence_cut": 0.2}}}
+    with pytest.raises(ValueError, match="async_scheduling=False"), engine(tiny_target, draft, 2, **options):
+        pass
+    with pytest.raises(ValueError, match="drafts 1 to 3 tokens"), engine(tiny_target, draft, BLOCK):
+        pass
+
+
+def test_a_greedy_draft_leaves_the_sampled_distribution_alone() -> None:
+    """vLLM takes drafts without probabilities as point masses: an accepted or replaced token is distributed as p."""
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.rejection_sampler import rejection_sample
+
+    requests, target = 20_000, torch.tensor([0.5, 0.3, 0.15, 0.05])
+    sampled = rejection_sample(
+        torch.full((requests,), 1, dtype=torch.int32),
+        [1] * requests,
+        1,
+        torch.arange(1, requests + 1, dtype=torch.int32),
+        None,
+        target.log().expand(requests, -1).contiguous(),
+        torch.zeros(requests, 1, dtype=torch.int32),
+        sampling(requests, SamplingMetadata),
+    )
+    share = torch.bincount(sampled[:, 0].long(), minlength=4) / requests
+    assert torch.allclose(share, target, atol=0.02), share
+
+
+def sampling(requests: int, metadata: type) -> Any:
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+
+    zeros = torch.zeros(requests)
+    return metadata(
+        temperature=torch.ones(requests),
+        all_greedy=False,
+        all_random=True,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        logprob_token_ids=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=zeros,
+        presence_penalties=zeros,
+        repetition_penalties=zeros,
+        output_token_ids=[[] for _ in range(requests)],
+        spec_token_ids=[[] for _ in range(requests)],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from draftline.cluster.local import worker_environment
 from draftline.cluster.memory import MemoryWatch
 from draftline.recipe.checks import check_machine, check_recipe
 from draftline.recipe.schema import Recipe, resolve_path
@@ -21,11 +23,12 @@ from draftline.runs.stages.export import export
 from draftline.runs.stages.prepare import prepare
 from draftline.runs.stages.serve import serve
 from draftline.runs.stages.train import train
-from draftline.runs.stopping import install_stop_handlers
+from draftline.runs.stopping import StopRequested, install_stop_handlers
 from draftline.samples.answer import conversation
 from draftline.samples.prompts import Prompt, check_prompt_lengths, read_prompts
 from draftline.samples.tokenize import tokenize
 from draftline.serving.app import Served, remove
+from draftline.storage.artifacts import store_folder
 from draftline.targets.resolve import ResolvedTarget, resolve_target
 from draftline.targets.tokens import find_mask_token
 
@@ -45,13 +48,19 @@ def run_pipeline(recipe: Recipe, recipe_file: Path, options: PipelineOptions) ->
     if recipe.resources.accelerator == "cpu":
         check_machine(recipe, recipe_file, target)
     mask_token_id = find_mask_token(target, recipe.draft.mask_token_id)
-    context: Any = ray.init(address="auto", namespace=f"draftline-{recipe.run_id}", log_to_driver=True)
+    context: Any = ray.init(
+        address="auto",
+        namespace=f"draftline-{recipe.run_id}",
+        log_to_driver=False,
+        runtime_env=worker_environment(),
+        logging_level=logging.WARNING,
+    )
     install_stop_handlers()
     try:
         token_ids = _tokenized(recipe, recipe_file, target, prompts)
         session = context.address_info["session_dir"]
         with (
-            RunFrame.open(Path(recipe.store), recipe, progress) as frame,
+            RunFrame.open(store_folder(recipe.store), recipe, progress) as frame,
             RunActors(recipe, target, frame.folder, progress) as actors,
         ):
             _run(RunContext(recipe, target, mask_token_id, prompts, token_ids, options, frame, actors), session)
@@ -74,6 +83,7 @@ def _run(context: RunContext, session_dir: str) -> None:
                 if options.serve != "leave":
                     serving.callback(remove, served.name)
         frame.progress.time_table(frame.record.figures)
+        frame.progress.say(f"all figures: draftline report {frame.folder.run_id} --store {frame.folder.store}")
         if options.serve == "wait":
             _wait(context, served)
 
@@ -90,8 +100,9 @@ def _memory_recorded(frame: RunFrame, session_dir: str) -> Iterator[None]:
 
 def _wait(context: RunContext, served: Served) -> None:
     context.frame.progress.say(f"serving {served.name} at {served.url}/v1 until Ctrl-C")
-    while True:
-        signal.pause()  # the stop handlers raise StopRequested
+    with contextlib.suppress(StopRequested):  # what the stop handlers raise; the run itself is done
+        while True:
+            signal.pause()
 
 
 def _tokenized(recipe: Recipe, recipe_file: Path, target: ResolvedTarget, prompts: list[Prompt]) -> list[list[int]]:

@@ -56,7 +56,7 @@ class DSparkCPUWorker(CPUWorker, WorkerExtension):
         return times
 
     def set_confidence_cut(self, cut: float) -> float:
-        """Drafts end where the product of confidences falls below `cut` from now on; 0: never. Returns the cut before."""
+        """Drafts end where the product of confidences falls below `cut` from now on; 0: never. Returns the last cut."""
         if self.proposer is None:
             raise ValueError("this engine has no draft to cut")
         if cut > 0.0 and (not self.proposer.has_confidence_head or self.scheduler_config.async_scheduling):
