@@ -13,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from draftline.errors import RunFailed
+
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-class ChildProcessFailed(RuntimeError):
+class ChildProcessFailed(RunFailed):
     """A child process could not start or ended when it should not have; the message carries the tail of its log."""
 
 

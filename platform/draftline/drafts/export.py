@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftline.drafts.manifest import DraftManifest, Provenance, draft_files
+from draftline.errors import RunFailed
 from draftline.storage.files import write_json_atomic
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ CONFIG = "config.json"
 MODEL_CLASS = "DSparkDraftModel"  # speculators' own class: ours only trains
 
 
-class ExportFailed(RuntimeError):
+class ExportFailed(RunFailed):
     """What was exported is not what it must be."""
 
 

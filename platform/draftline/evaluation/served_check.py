@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from draftline.errors import RunFailed
 from draftline.evaluation.answers import Measurement
 
 
-class ServedCheckFailed(Exception):
+class ServedCheckFailed(RunFailed):
     """The draft in vLLM is not the draft that was trained, or it changes the target's answers. Says the numbers."""
 
 

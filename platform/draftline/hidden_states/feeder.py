@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from draftline.errors import InputError
+from draftline.errors import InputError, RunFailed
 from draftline.hidden_states.access import StoreAccess
 from draftline.hidden_states.capacity import StatesShape, store_capacity
 from draftline.hidden_states.entries import Delivery, Lease, WindowLimits
@@ -39,7 +39,7 @@ SETTLE_S = CLIENT_TTL_S + 2.0
 log = logging.getLogger(__name__)
 
 
-class ExtractionFailed(RuntimeError):
+class ExtractionFailed(RunFailed):
     """Extraction cannot go on: no replica lives, the store is gone, or too many samples had to be skipped."""
 
 

@@ -174,7 +174,8 @@ def _outcome(error: BaseException) -> tuple[str, str]:
     """The state that `error` ends an attempt in, and the reason for the record."""
     if isinstance(error, StopRequested | KeyboardInterrupt | SystemExit):
         return "stopped", f"stop requested ({str(error) or type(error).__name__})"
-    return "failed", f"{type(error).__name__}: {error}"
+    cause = getattr(error, "cause", None) or error  # an actor's error brings its whole traceback as its text
+    return "failed", f"{type(cause).__name__}: {cause}"
 
 
 def _seconds(attempts: list[Attempt]) -> float:

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftline.errors import InputError
+from draftline.errors import InputError, RunFailed
 from draftline.recipe.load import load_recipe
 from draftline.runs.frame import PipelineOptions
 from draftline.runs.stopping import StopRequested, install_stop_handlers
 
+FAILED_STATUS = 1
 BAD_INPUT_STATUS = 2
 STOPPED_STATUS = 130
 
@@ -37,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"draftline: {error}", file=sys.stderr, flush=True)
         return BAD_INPUT_STATUS
+    except RunFailed as error:
+        # One that crossed from an actor carries its traceback in its text, and itself as the cause.
+        print(f"draftline: the run failed: {getattr(error, 'cause', None) or error}", file=sys.stderr, flush=True)
+        return FAILED_STATUS
     except StopRequested as request:
         print(f"draftline: stopped ({request})", file=sys.stderr, flush=True)
         return STOPPED_STATUS

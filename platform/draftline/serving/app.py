@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
-from draftline.errors import InputError
+from draftline.errors import InputError, RunFailed
 from draftline.serving.config import ServeConfig, complete, engine_kwargs, parse_serve_config
 from draftline.serving.port import hold_port
 from draftline.serving.probe import ServeUnanswered, list_models, proxy_answers
@@ -33,7 +33,7 @@ HEALTH_TIMEOUT_S = 60.0
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
-class ServeFailed(Exception):
+class ServeFailed(RunFailed):
     """The application did not come up. Says the deployments' own messages."""
 
 

@@ -9,8 +9,10 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from draftline.errors import RunFailed
 
-class ServeUnanswered(Exception):
+
+class ServeUnanswered(RunFailed):
     """The endpoint did not answer as an OpenAI-compatible server does. Says the URL and what came back."""
 
 

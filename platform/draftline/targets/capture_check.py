@@ -12,6 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftline.errors import RunFailed
+
 if TYPE_CHECKING:
     import torch
 
@@ -21,7 +23,7 @@ SAME_LAYER = 1e-4
 READ_TIMEOUT_S = 60.0
 
 
-class CaptureFailed(RuntimeError):
+class CaptureFailed(RunFailed):
     """The captured hidden states are not the target's; the message names the layer and the numbers."""
 
 

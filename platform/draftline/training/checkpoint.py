@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from draftline.errors import RunFailed
 from draftline.storage.files import sha256_tree, write_json_atomic
 from draftline.training.optimizer import Optimizers
 
@@ -19,7 +20,7 @@ WEIGHTS, OPTIMIZER, MANIFEST = "weights.safetensors", "optimizer.pt", "manifest.
 KEPT = 2
 
 
-class CheckpointDiffers(RuntimeError):
+class CheckpointDiffers(RunFailed):
     """A checkpoint is of another recipe or model than the one that is trained now."""
 
 
