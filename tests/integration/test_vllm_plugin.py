@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tiny import BlockLayout, build_tiny_draft, target_states
-
 from draftline.vllm_plugin.confidence import cut_drafts
+from tiny import BlockLayout, build_tiny_draft, target_states
 
 QUESTIONS = [
     "Hello",
@@ -243,7 +242,7 @@ def test_drafts_are_cut_where_the_model_is_unsure(tiny_target: Path, plain: list
 
 def test_options_that_cannot_work_are_refused_at_the_start(tiny_target: Path, tmp_path: Path) -> None:
     draft = build_tiny_draft(tiny_target, tmp_path / "draft", block_size=BLOCK, block_layout="one_plus_n")
-    options = {"additional_config": {"draftline": {"confidence_cut": 0.2}}}
+    options = {"async_scheduling": True, "additional_config": {"draftline": {"confidence_cut": 0.2}}}
     with pytest.raises(ValueError, match="async_scheduling=False"), engine(tiny_target, draft, 2, **options):
         pass
     with pytest.raises(ValueError, match="drafts 1 to 3 tokens"), engine(tiny_target, draft, BLOCK):

@@ -180,10 +180,10 @@ def remote_task(function: Callable[..., Any], recipe: Recipe, threads: int) -> A
     import ray
 
     accelerated = recipe.resources.accelerator == "gpu"
-    return ray.remote(function).options(
+    once = ray.remote(max_calls=1)(function)  # its process, full of torch, ends with it
+    return once.options(
         num_cpus=recipe.resources.cpus_per_actor,
         num_gpus=1 if accelerated else 0,
         max_retries=0,
-        max_calls=1,  # its process, full of torch, ends with it
         runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}},
     )
