@@ -1,12 +1,15 @@
 """Writes made-up hidden states into Mooncake, as a replica's connector does: hs-connectors' own store.
 
-As a program: one JSON line [key, tokens, error] in, one line with the manifest (or the problem) out.
+`StatesReplica` does so as a Ray actor. As a program: one JSON line [key, tokens, error] in, one line with the manifest (or the problem) out.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -42,6 +45,32 @@ class StatesWriter:
     def put_error(self, manifest: dict[str, Any], error: str) -> None:
         """The marker that the connector leaves when it cannot write."""
         self._store.put_error(manifest, error)
+
+
+class StatesReplica:
+    """Stands where the vLLM replica would, as an actor: it answers with a manifest, and writes a moment later."""
+
+    def __init__(self, config: dict[str, Any], delay_s: float, refused: tuple[int, ...]) -> None:
+        self._writer = StatesWriter(config)
+        self._thread = ThreadPoolExecutor(1)
+        self._delay_s, self._refused = delay_s, refused
+
+    async def capture(self, key: str, token_ids: list[int]) -> dict[str, Any]:
+        """Refuses samples whose first token is among the refused."""
+        await asyncio.sleep(self._delay_s)
+        if token_ids[0] in self._refused:
+            raise ValueError(f"token {token_ids[0]} is refused")
+        manifest = self._writer.manifest(key, len(token_ids))
+        self._thread.submit(self._writer.put, manifest, list(token_ids), float(token_ids[0]))
+        return manifest
+
+    async def healthy(self) -> bool:
+        """Always, while it lives."""
+        return True
+
+    async def process_id(self) -> int:
+        """For those who want to kill it."""
+        return os.getpid()
 
 
 def main() -> None:

@@ -1,15 +1,14 @@
 """The way of a run through Ray's job server: log, exit status, stopping, and that nothing remains."""
 
-import contextlib
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from leftovers import abandoned_segments, family, listening, wait_for
 
 DRIVER = """
 import os, sys, time
@@ -56,33 +55,6 @@ with ray_cluster("local") as cluster:
         job = jobs.PipelineJob(cluster, Path(recipe), ["seed=1"], "end")
         print("status", job.follow(sys.stdout), flush=True)
 """
-
-
-def wait_for(file: Path, text: str, limit_s: float = 60.0) -> str:
-    deadline = time.monotonic() + limit_s
-    while text not in file.read_text():
-        assert time.monotonic() < deadline, f"{text!r} never came up in:\n{file.read_text()}"
-        time.sleep(0.1)
-    return file.read_text()
-
-
-def listening() -> set[tuple[int, int | None]]:
-    """(port, process id) of every TCP socket that listens on this machine."""
-    connections = psutil.net_connections("tcp")
-    return {(c.laddr.port, c.pid) for c in connections if c.status == psutil.CONN_LISTEN}
-
-
-def abandoned_segments() -> set[str]:
-    """Shared-memory segments that no living process maps."""
-    mapped = ""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            mapped += maps.read_text()
-    return {name for name in os.listdir("/dev/shm") if f"/dev/shm/{name}" not in mapped}
-
-
-def family(pid: int) -> set[int]:
-    return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
 
 
 @pytest.mark.timeout(180)

@@ -25,6 +25,7 @@ QUESTIONS = [
 ]
 BLOCK = 4
 ANSWER_TOKENS = 48
+MODEL_LEN = 512
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def engine(target: Path, draft: Path | None = None, tokens: int = 0, **options: 
         str(target),
         dtype="float32",
         enforce_eager=True,
-        max_model_len=512,
+        max_model_len=MODEL_LEN,
         max_num_seqs=4,
         max_num_batched_tokens=64,
         worker_extension_cls="draftline.vllm_plugin.extension.WorkerExtension",
@@ -77,10 +78,15 @@ def in_this_process() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_target: Path) -> list[list[int]]:
-    """Prompt and greedy answer of every question, without a draft."""
+def without_draft(tiny_target: Path) -> tuple[list[list[int]], list[int]]:
     with engine(tiny_target) as llm:
-        return answer(llm)
+        return answer(llm), run_to_the_limit(llm)
+
+
+@pytest.fixture
+def plain(without_draft: tuple[list[list[int]], list[int]]) -> list[list[int]]:
+    """Prompt and greedy answer of every question, without a draft."""
+    return without_draft[0]
 
 
 def answer(llm: Any) -> list[list[int]]:
@@ -89,6 +95,17 @@ def answer(llm: Any) -> list[list[int]]:
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS), use_tqdm=False)
     return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+
+
+def run_to_the_limit(llm: Any) -> list[int]:
+    """An answer that ends because the model's longest sequence is reached, where a whole block no longer fits."""
+    from vllm import SamplingParams
+
+    prompt = {"prompt_token_ids": [token % 200 + 20 for token in range(MODEL_LEN - 20)]}
+    sampling = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    tokens = list(llm.generate(prompt, sampling, use_tqdm=False)[0].outputs[0].token_ids)
+    assert len(tokens) == 20
+    return tokens
 
 
 def worker_of(llm: Any) -> Any:
@@ -115,6 +132,11 @@ def watch(worker: Any) -> list[Draft]:
 
     worker.proposer.propose = watched
     return drafts
+
+
+def longest_prompt(sequences: list[list[int]]) -> int:
+    """Of the question whose answer is not cut by its end: positions beyond it belong to answers only."""
+    return max(len(sequence) for sequence in sequences) - ANSWER_TOKENS
 
 
 def metric(llm: Any, name: str) -> float:
@@ -173,24 +195,24 @@ def assert_drafts_match(
 
 
 @pytest.mark.parametrize(
-    ("layout", "draft_vocab", "tokens", "prefix_caching", "async_scheduling"),
+    ("layout", "draft_vocab", "tokens", "prefix_caching"),
     [
-        ("anchor_first", None, BLOCK, False, True),
-        ("anchor_first", 80, 1, True, False),
-        ("one_plus_n", None, 2, True, True),
-        ("one_plus_n", 80, BLOCK - 1, False, False),
+        ("anchor_first", None, BLOCK, False),
+        ("anchor_first", 80, 1, True),
+        ("one_plus_n", None, 2, True),
+        ("one_plus_n", 80, BLOCK - 1, False),
     ],
 )
 def test_drafts_are_the_models_own_and_answers_stay_the_same(
     tiny_target: Path,
-    plain: list[list[int]],
+    without_draft: tuple[list[list[int]], list[int]],
     tmp_path: Path,
     layout: BlockLayout,
     draft_vocab: int | None,
     tokens: int,
     prefix_caching: bool,
-    async_scheduling: bool,
 ) -> None:
+    plain, limited = without_draft
     draft = build_tiny_draft(
         tiny_target,
         tmp_path / "draft",
@@ -199,16 +221,15 @@ def test_drafts_are_the_models_own_and_answers_stay_the_same(
         draft_vocab=draft_vocab,
         memorise=plain[:4],
     )
-    options = {"enable_prefix_caching": prefix_caching, "async_scheduling": async_scheduling}
-    with engine(tiny_target, draft, tokens, **options) as llm:
+    with engine(tiny_target, draft, tokens, enable_prefix_caching=prefix_caching) as llm:
         seen = watch(worker_of(llm))
         first = answer(llm)
         again = answer(llm)
         accepted, drafted, passes = (metric(llm, name) for name in ("accepted_tokens", "draft_tokens", "drafts"))
+        answered = [d for d in seen if d.position > longest_prompt(plain)]
+        assert run_to_the_limit(llm) == limited
     assert first == plain
     assert again == plain
-    prompts = {len(sequence) - ANSWER_TOKENS for sequence in plain}
-    answered = [d for d in seen if d.position > max(prompts)]
     assert {len(d.tokens) for d in seen} == {tokens}
     assert len(answered) > 50
     offline = offline_drafts(tiny_target, draft, plain)
@@ -220,8 +241,7 @@ def test_drafts_are_the_models_own_and_answers_stay_the_same(
 def test_drafts_are_cut_where_the_model_is_unsure(tiny_target: Path, plain: list[list[int]], tmp_path: Path) -> None:
     draft = build_tiny_draft(tiny_target, tmp_path / "draft", block_size=BLOCK, memorise=plain[:4])
     cut = 0.2
-    options = {"async_scheduling": False, "additional_config": {"draftline": {"confidence_cut": "auto"}}}
-    with engine(tiny_target, draft, BLOCK, **options) as llm:
+    with engine(tiny_target, draft, BLOCK, additional_config={"draftline": {"confidence_cut": "auto"}}) as llm:
         worker = worker_of(llm)
         assert 0.0 <= worker.proposer.confidence_cut <= 1.0
         assert answer(llm) == plain, "the engine measured itself and left nothing behind"
@@ -234,19 +254,28 @@ def test_drafts_are_cut_where_the_model_is_unsure(tiny_target: Path, plain: list
         assert llm.collective_rpc("set_threads", args=(1,)) == [threads]
         assert torch.get_num_threads() == 1
         llm.collective_rpc("set_threads", args=(threads,))
-    longest_prompt = max(len(sequence) for sequence in plain) - ANSWER_TOKENS
-    answered = [d for d in seen if d.position > longest_prompt and d.tokens]
+    answered = [d for d in seen if d.position > longest_prompt(plain) and d.tokens]
     assert len({len(d.tokens) for d in answered}) > 1
     assert_drafts_match(answered, plain, offline_drafts(tiny_target, draft, plain, cut), BLOCK)
 
 
-def test_options_that_cannot_work_are_refused_at_the_start(tiny_target: Path, tmp_path: Path) -> None:
+def test_more_tokens_than_a_block_drafts_are_refused(tiny_target: Path, tmp_path: Path) -> None:
     draft = build_tiny_draft(tiny_target, tmp_path / "draft", block_size=BLOCK, block_layout="one_plus_n")
-    options = {"async_scheduling": True, "additional_config": {"draftline": {"confidence_cut": 0.2}}}
-    with pytest.raises(ValueError, match="async_scheduling=False"), engine(tiny_target, draft, 2, **options):
-        pass
     with pytest.raises(ValueError, match="drafts 1 to 3 tokens"), engine(tiny_target, draft, BLOCK):
         pass
+
+
+def test_another_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import VllmConfig
+
+    from draftline.vllm_plugin import patches
+
+    unsupported = VllmConfig._get_v1_model_runner_unsupported_features
+    monkeypatch.setattr(patches, "_applied", False)
+    monkeypatch.setattr(patches, "vllm_version", "0.33.1")
+    patches.apply()
+    assert not patches.applied()
+    assert VllmConfig._get_v1_model_runner_unsupported_features is unsupported
 
 
 def test_a_greedy_draft_leaves_the_sampled_distribution_alone() -> None:

@@ -194,6 +194,13 @@ class Feeder:
         task = asyncio.get_running_loop().create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody awaits the feeder's own tasks: what one of them did not expect ends the run, not the task alone."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the feeder failed", exc_info=error)
+            self._fail(f"the feeder failed: {type(error).__name__}: {error}")
 
     async def _capture(self, name: str, lease: Lease) -> None:
         token_ids = self._token_ids[lease.sample]

@@ -16,6 +16,7 @@ from draftline.targets.engine_args import base_engine_args, capture_engine_args,
 from draftline.targets.replica import TargetReplica
 from draftline.targets.resolve import ResolvedTarget
 
+MASTER = "Mooncake master"
 STOP_WAIT_S = 10.0
 ENGINE_CONCURRENCY = 512
 # Requests that an engine works on at once, and the tokens that its cache holds on a CPU: answering wants full batches,
@@ -75,6 +76,11 @@ class RunActors:
             self._store = self._start_store()
         return self._store
 
+    def master(self) -> Any:
+        """The Mooncake master's actor."""
+        self.store()
+        return self._owned[MASTER]
+
     def replicas(self) -> list[Any]:
         """The target replicas; started when first asked, on all cores."""
         if not self._replicas:
@@ -107,7 +113,7 @@ class RunActors:
 
         from draftline.hidden_states.master import MooncakeMaster
 
-        master = self.own("Mooncake master", MooncakeMaster.remote(str(self._folder.logs)))  # type: ignore[attr-defined]
+        master = self.own(MASTER, MooncakeMaster.remote(str(self._folder.logs)))  # type: ignore[attr-defined]
         address = ray.get(master.start.remote())
         self._progress.say(f"Mooncake master at {address}")
         states = self.recipe.hidden_states

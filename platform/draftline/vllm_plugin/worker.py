@@ -19,7 +19,10 @@ logger = init_logger("vllm.draftline")
 
 
 class DSparkCPUWorker(CPUWorker, WorkerExtension):
-    """Hands the V1 runner a DSpark proposer and settles where drafts end."""
+    """Hands the V1 runner a DSpark proposer and settles where drafts end.
+
+    Drafts of changing length need vLLM's synchronous scheduling, which its CPU platform always takes.
+    """
 
     proposer: DSparkProposer | None = None
 
@@ -33,11 +36,6 @@ class DSparkCPUWorker(CPUWorker, WorkerExtension):
             raise ValueError(f"DSpark on CPU needs draftline's plugin and vLLM {patches.SUPPORTED_VERSION}*")
         options = self.vllm_config.additional_config
         self.cut: Cut = read_cut(options if isinstance(options, dict) else None)
-        if self.cut != 0.0 and self.scheduler_config.async_scheduling:
-            raise ValueError(
-                f"confidence_cut is {self.cut}: drafts of changing length need async_scheduling=False in the engine's "
-                "arguments"
-            )
         self.vllm_config = _as_dflash(self.vllm_config)
         self.speculative_config = self.vllm_config.speculative_config
         super().init_device()
@@ -59,10 +57,8 @@ class DSparkCPUWorker(CPUWorker, WorkerExtension):
         """Drafts end where the product of confidences falls below `cut` from now on; 0: never. Returns the last cut."""
         if self.proposer is None:
             raise ValueError("this engine has no draft to cut")
-        if cut > 0.0 and (not self.proposer.has_confidence_head or self.scheduler_config.async_scheduling):
-            raise ValueError(
-                f"cannot cut at {cut}: that takes a confidence head and an engine without async_scheduling"
-            )
+        if cut > 0.0 and not self.proposer.has_confidence_head:
+            raise ValueError(f"cannot cut at {cut}: the draft has no confidence head")
         before, self.proposer.confidence_cut = self.proposer.confidence_cut, cut
         return before
 

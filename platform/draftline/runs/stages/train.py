@@ -82,6 +82,10 @@ def _train(context: RunContext, samples: Sequence[Sample]) -> TrainingResult:
             states=recipe.hidden_states,
             shape=states_shape(recipe, context.target),
             key_prefix=context.key("states", 0),
+            master=context.actors.master(),
+            skip_file=str(folder.path / "skipped.json"),
+            # Extraction need not wait for the workers to start, unless a checkpoint will say where they begin.
+            begin_at=None if folder.checkpoints.exists() else plan.held_out_positions,
         ),
     )
     board = context.actors.own("progress board", _board())
