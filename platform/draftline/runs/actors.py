@@ -128,7 +128,12 @@ class RunActors:
     def _start_replicas(self) -> list[Any]:
         import ray
 
-        capture = capture_engine_args(self.recipe.draft.tap_layers, self.target.layers, self.store().connector_config())
+        capture = capture_engine_args(
+            self.recipe.draft.tap_layers,
+            self.target.layers,
+            self.store().connector_config(),
+            accelerator=self.accelerator,
+        )
         names = [f"target replica {number}" for number in range(self.recipe.hidden_states.replicas)]
         started = [
             self.own(

@@ -15,7 +15,7 @@ from draftline.recipe.schema import Recipe
 from draftline.runs.progress import Progress
 from draftline.runs.record import Attempt, Figure, RunRecord, StageRecord, now, open_run, write_record
 from draftline.runs.states import RunState, StageState, advance_run, advance_stage
-from draftline.runs.stopping import StopRequested
+from draftline.runs.stopping import stop_behind
 from draftline.storage.artifacts import RunFolder
 
 

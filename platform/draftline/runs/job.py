@@ -10,7 +10,7 @@ from pathlib import Path
 from draftline.errors import InputError, RunFailed
 from draftline.recipe.load import load_recipe
 from draftline.runs.frame import PipelineOptions
-from draftline.runs.stopping import StopRequested, install_stop_handlers
+from draftline.runs.stopping import install_stop_handlers, stop_behind
 
 FAILED_STATUS = 1
 BAD_INPUT_STATUS = 2
@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # One that crossed from an actor carries its traceback in its text, and itself as the cause.
         print(f"draftline: the run failed: {getattr(error, 'cause', None) or error}", file=sys.stderr, flush=True)
         return FAILED_STATUS
-    except StopRequested as request:
-        print(f"draftline: stopped ({request})", file=sys.stderr, flush=True)
-        return STOPPED_STATUS
+    except BaseException as error:
+        if stop := stop_behind(error):
+            print(f"draftline: stopped ({stop})", file=sys.stderr, flush=True)
+            return STOPPED_STATUS
+        raise

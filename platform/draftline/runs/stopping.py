@@ -25,3 +25,11 @@ def install_stop_handlers() -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+
+
+def stop_behind(error: BaseException) -> StopRequested | None:
+    """The request to stop that `error` is or comes from: raised inside Ray's compiled code it arrives as a SystemError."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, StopRequested):
+        seen = seen.__cause__ or seen.__context__
+    return seen

@@ -15,8 +15,8 @@ Accelerator = Literal["cpu", "gpu"]
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CONNECTOR = ("HiddenStatesConnector", "draftline.hidden_states.connector")
+CPU_CAPTURE_WORKER = "draftline.vllm_plugin.capture_worker.CaptureCPUWorker"
 CPU_DRAFT_WORKER = "draftline.vllm_plugin.worker.DSparkCPUWorker"
-WORKER_EXTENSION = "draftline.vllm_plugin.extension.WorkerExtension"
 
 
 def engine_environment(accelerator: Accelerator, threads: int) -> dict[str, str]:
@@ -74,7 +74,9 @@ def base_engine_args(
     return args | dict(extra or {})
 
 
-def capture_engine_args(tap_layers: Sequence[int], target_layers: int, store: Mapping[str, Any]) -> dict[str, Any]:
+def capture_engine_args(
+    tap_layers: Sequence[int], target_layers: int, store: Mapping[str, Any], *, accelerator: Accelerator
+) -> dict[str, Any]:
     """Arguments that make a target replica emit hidden states of the tap layers and of its last layer into Mooncake.
 
     `store` is the configuration of hs-connectors' `MooncakeStoreConfig`.
@@ -83,7 +85,7 @@ def capture_engine_args(tap_layers: Sequence[int], target_layers: int, store: Ma
     return {
         # A cached prefix would not be computed again, and its hidden states would be missing.
         "enable_prefix_caching": False,
-        "worker_extension_cls": WORKER_EXTENSION,
+        **({"worker_cls": CPU_CAPTURE_WORKER} if accelerator == "cpu" else {}),
         "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
