@@ -172,8 +172,10 @@ class RunFrame:
 
 def _outcome(error: BaseException) -> tuple[str, str]:
     """The state that `error` ends an attempt in, and the reason for the record."""
-    if isinstance(error, StopRequested | KeyboardInterrupt | SystemExit):
-        return "stopped", f"stop requested ({str(error) or type(error).__name__})"
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return "stopped", f"stop requested ({type(error).__name__})"
+    if stop := stop_behind(error):
+        return "stopped", f"stop requested ({stop})"
     cause = getattr(error, "cause", None) or error  # an actor's error brings its whole traceback as its text
     return "failed", f"{type(cause).__name__}: {cause}"
 

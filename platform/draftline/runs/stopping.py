@@ -28,7 +28,7 @@ def install_stop_handlers() -> None:
 
 
 def stop_behind(error: BaseException) -> StopRequested | None:
-    """The request to stop that `error` is or comes from: raised inside Ray's compiled code it arrives as a SystemError."""
+    """The request to stop that `error` is or comes from: out of Ray's compiled code it comes as a SystemError."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, StopRequested):
         seen = seen.__cause__ or seen.__context__
