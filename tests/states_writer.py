@@ -1,6 +1,7 @@
 """Writes made-up hidden states into Mooncake, as a replica's connector does: hs-connectors' own store.
 
-`StatesReplica` does so as a Ray actor. As a program: one JSON line [key, tokens, error] in, one line with the manifest (or the problem) out.
+`StatesReplica` does so as a Ray actor. As a program: one JSON line [key, tokens, error] in, one line with the
+manifest (or the problem) out.
 """
 
 from __future__ import annotations

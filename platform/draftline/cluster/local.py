@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 import draftline
+from draftline.cluster.shared_memory import remove_abandoned
 from draftline.storage.artifacts import was_uploaded
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -57,12 +58,13 @@ def ray_cluster(address: str | None = None) -> Iterator[Cluster]:
     if address and address not in ("auto", "local"):
         yield Cluster(address, _on_this_machine(address), started_here=False)
         return
+    began = time.time()
     _adopt_orphans()
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     try:
         yield _start_head()
     finally:
-        _end_head(before)
+        _end_head(before, began)
 
 
 def worker_environment() -> dict[str, Any]:
@@ -95,13 +97,14 @@ def _start_head() -> Cluster:
     return Cluster(f"http://{context['webui_url']}", address, started_here=True)
 
 
-def _end_head(before: set[int]) -> None:
+def _end_head(before: set[int], began: float) -> None:
     """Ends Ray and whatever still runs below this process and did not before."""
     import ray
 
     with contextlib.suppress(KeyboardInterrupt):  # asked to hurry: the processes are ended below all the same
         ray.shutdown()
     end_descendants(keep=before, grace_s=10.0)
+    remove_abandoned(began)
 
 
 def end_descendants(*, keep: set[int], grace_s: float) -> None:

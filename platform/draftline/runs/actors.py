@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from draftline.cluster.shared_memory import remove_abandoned
 from draftline.hidden_states.store import StoreConfig
 from draftline.recipe.schema import Recipe
 from draftline.recipe.sizes import cached_token_bytes
@@ -33,6 +35,7 @@ class RunActors:
         self.target = target
         self._folder = folder
         self._progress = progress
+        self._began = time.time()
         self._owned: dict[str, Any] = {}
         self._replicas: list[Any] = []
         self._store: StoreConfig | None = None
@@ -48,6 +51,7 @@ class RunActors:
         for name in reversed(list(self._owned)):
             self.end(name)
         self._replicas, self._store = [], None
+        remove_abandoned(self._began)
 
     @property
     def accelerator(self) -> Any:
