@@ -152,9 +152,9 @@ def test_too_little_memory(recipe_file: Path, target: ResolvedTarget) -> None:
 def test_more_of_everything_needs_more_memory(recipe_file: Path, target: ResolvedTarget) -> None:
     least = memory_estimate_bytes(load_recipe(recipe_file), target)
     for more in (
-        "hidden_states.replicas=2",
-        "training.workers=2",
-        "hidden_states.window_bytes=900MiB",
+        "hidden_states.replicas=3",
+        "training.workers=9",
+        "hidden_states.window_bytes=9GiB",
         "draft.layers=9",
         "draft.vocab_size=16",
         "serving.replicas=4",

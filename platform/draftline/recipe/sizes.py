@@ -8,9 +8,9 @@ from draftline.targets.engine_args import CPU_KV_CACHE_BYTES
 from draftline.targets.resolve import ResolvedTarget
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-# Resident memory, measured on a CPU machine: an engine's two processes and a train worker before any weights, and Ray's
-# own processes with the driver.
-ENGINE_BASE_BYTES = int(1.2 * GIB)
+# What the processes of a quickstart run held (proportional set size, rounded): the three processes of an engine and a
+# train worker before any weights, and Ray's own processes with the driver.
+ENGINE_BASE_BYTES = int(1.8 * GIB)
 WORKER_BASE_BYTES = int(0.8 * GIB)
 RAY_BASE_BYTES = int(1.0 * GIB)
 # Copies of [anchors * block, vocabulary] in float32 that the loss holds at once: logits, the target's logits, both
@@ -65,8 +65,8 @@ def draft_parameters(recipe: Recipe, target: ResolvedTarget) -> int:
 def memory_estimate_bytes(recipe: Recipe, target: ResolvedTarget) -> int:
     """Host memory that the processes of a run on one CPU machine take together at their peak; a rough estimate.
 
-    The larger of two times: training (target replicas, the window, transfer buffers and train workers together) and
-    serving (engines with target and draft), each with Ray's own processes.
+    The largest of three times: training (target replicas, the window, transfer buffers and train workers together),
+    evaluation (an engine with the draft and one without) and serving, each with Ray's own processes.
     """
     replicas, workers = recipe.hidden_states.replicas, recipe.training.workers
     weights = (
@@ -77,8 +77,9 @@ def memory_estimate_bytes(recipe: Recipe, target: ResolvedTarget) -> int:
     buffers = recipe.hidden_states.buffer_bytes * (replicas + workers)
     worker = WORKER_BASE_BYTES + _worker_bytes(recipe, target)
     training = replicas * engine + workers * worker + recipe.hidden_states.window_bytes + buffers
+    evaluation = 2 * engine + draft
     serving = recipe.serving.replicas * (engine + draft)
-    return RAY_BASE_BYTES + max(training, serving)
+    return RAY_BASE_BYTES + max(training, evaluation, serving)
 
 
 def _worker_bytes(recipe: Recipe, target: ResolvedTarget) -> int:
