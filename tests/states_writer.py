@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from hs_connectors.mooncake_store import VERSION, MooncakeHiddenStatesStore, MooncakeStoreConfig, packed_layout
+from hs_connectors.mooncake_store import VERSION, MooncakeStoreConfig, packed_layout
+
+from draftline.hidden_states.writer import PATIENCE_S, PatientStore
 
 LAYERS, HIDDEN_SIZE = 3, 64
 
@@ -22,8 +24,8 @@ LAYERS, HIDDEN_SIZE = 3, 64
 class StatesWriter:
     """A store client that offers a segment."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._store = MooncakeHiddenStatesStore(MooncakeStoreConfig.from_dict(config)).setup()
+    def __init__(self, config: dict[str, Any], patience_s: float = PATIENCE_S) -> None:
+        self._store = PatientStore(MooncakeStoreConfig.from_dict(config), patience_s).setup()
 
     def manifest(self, key: str, tokens: int) -> dict[str, Any]:
         """What vLLM's scheduler would answer."""
@@ -42,6 +44,10 @@ class StatesWriter:
         size = shape[0] * shape[1] * shape[2]
         states = (torch.arange(size, dtype=torch.float32) + first).view(shape)
         self._store.put_sample(manifest, {"hidden_states": states, "token_ids": torch.tensor(token_ids)})
+
+    def close(self) -> None:
+        """Takes the segment out of the store."""
+        self._store.close()
 
     def put_error(self, manifest: dict[str, Any], error: str) -> None:
         """The marker that the connector leaves when it cannot write."""
@@ -69,6 +75,11 @@ class StatesReplica:
         """Always, while it lives."""
         return True
 
+    async def stop(self) -> None:
+        """Leaves the store as a replica that ends in peace does."""
+        self._thread.shutdown()
+        self._writer.close()
+
     async def process_id(self) -> int:
         """For those who want to kill it."""
         return os.getpid()
@@ -76,7 +87,7 @@ class StatesReplica:
 
 def main() -> None:
     """Serves the lines of stdin."""
-    writer = StatesWriter(json.loads(sys.argv[1]))
+    writer = StatesWriter(json.loads(sys.argv[1]), patience_s=0.0)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         key, tokens, error = json.loads(line)

@@ -7,5 +7,5 @@ class InputError(Exception):
     """Bad input: the message names the file, key or line, what was found and what is allowed. Exit status 2."""
 
 
-class RunFailed(Exception):
+class RunFailed(RuntimeError):
     """The run cannot go on, or must not: a check did not hold, or a part is gone. The message says the numbers."""

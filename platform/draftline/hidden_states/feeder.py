@@ -30,7 +30,7 @@ from draftline.telemetry.log import configure_logging
 # A replica that takes longer for one sample hangs.
 CAPTURE_TIMEOUT_S = 600.0
 # A manifest comes before its states are written; states that take longer were not written.
-ARRIVAL_S = 10.0
+ARRIVAL_S = 15.0
 ARRIVAL_POLL_S = 0.005
 WATCH_S = 1.0
 # A store that was restarted or lost a segment is itself again after this time.
