@@ -1,11 +1,13 @@
 """The checks of the machine: memory and ports."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
+from draftline.cluster import preflight
 from draftline.cluster.memory import MemoryWatch, pss_bytes
-from draftline.cluster.preflight import available_memory_bytes, require_free_port, require_memory
+from draftline.cluster.preflight import require_free_port
 from draftline.errors import InputError
 
 
@@ -20,12 +22,13 @@ def test_a_port_in_use_is_named_with_its_key() -> None:
     require_free_port("127.0.0.1", 0, "serving.port")
 
 
-def test_too_little_memory_says_what_needs_how_much() -> None:
-    require_memory(1 << 20, "the run")
-    with pytest.raises(InputError, match=r"too little memory: the run needs about .* GiB, and .* GiB is free"):
-        require_memory(available_memory_bytes() * 2, "the run")
-    with pytest.raises(InputError, match=r"memory_limit_bytes is 1\.0 GiB, but the run needs about 2\.0 GiB"):
-        require_memory(2 << 30, "the run", limit_bytes=1 << 30)
+def test_file_cache_that_a_container_gives_back_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 1 << 30
+    values = {"max": gib, "current": gib, "memory.stat": f"anon 1\ninactive_file {gib // 2}"}
+    for name, value in values.items():
+        (tmp_path / name).write_text(f"{value}\n")
+    monkeypatch.setattr(preflight, "_CGROUP_FILES", ((tmp_path / "max", tmp_path / "current"),))
+    assert preflight.available_memory_bytes() == gib // 2
 
 
 def test_memory_watch_keeps_the_peak() -> None:

@@ -22,19 +22,16 @@ def available_memory_bytes() -> int:
         if limit_file.is_file() and used_file.is_file():
             limit = limit_file.read_text().strip()
             if limit.isdigit() and int(limit) < psutil.virtual_memory().total:
-                free = min(free, max(0, int(limit) - int(used_file.read_text())))
+                used = int(used_file.read_text()) - _reclaimable_bytes(used_file.parent / "memory.stat")
+                free = min(free, max(0, int(limit) - used))
     return free
 
 
-def require_memory(needed_bytes: int, what: str, *, limit_bytes: int | None = None) -> None:
-    """Raises InputError when `needed_bytes` for `what` exceed the recipe's limit or what the machine has free."""
-    if limit_bytes is not None and needed_bytes > limit_bytes:
-        raise InputError(
-            f"resources.memory_limit_bytes is {_gib(limit_bytes)}, but {what} needs about {_gib(needed_bytes)}"
-        )
-    free = available_memory_bytes()
-    if needed_bytes > free:
-        raise InputError(f"too little memory: {what} needs about {_gib(needed_bytes)}, and {_gib(free)} is free")
+def _reclaimable_bytes(file: Path) -> int:
+    """File cache that a container counts as used and gives back when asked, such as what an installation has read."""
+    lines = file.read_text().splitlines() if file.is_file() else []
+    figures = dict(line.split(maxsplit=1) for line in lines)
+    return int(figures.get("total_inactive_file", figures.get("inactive_file", 0)))  # the first also counts sub-groups
 
 
 def require_free_port(host: str, port: int, key: str) -> None:
@@ -50,7 +47,3 @@ def require_free_port(host: str, port: int, key: str) -> None:
             raise InputError(
                 f"{key}: port {port} on {host} cannot be used ({error.strerror}); free it, or name another (0: any)"
             ) from error
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB"
