@@ -168,6 +168,18 @@ def test_a_window_that_holds_an_epoch_captures_each_sample_once(rig: Rig) -> Non
     print(f"{samples} samples in {took_s:.2f} s, {1000 * took_s / samples:.2f} ms a sample, reading included")
 
 
+def test_commits_that_overtake_each_other_wait_for_their_turn(rig: Rig) -> None:
+    plan = plan_for()
+    feeder = rig.start(plan)
+    ray.get(feeder.restart.remote(0, plan.held_out_positions, "first"))
+    first, second = 0, 1
+    for position in (first, second):
+        ray.get(feeder.next_row.remote(0, position))
+    late = feeder.commit.remote(0, second)
+    assert not ray.wait([late], timeout=0.3)[0]
+    ray.get([feeder.commit.remote(0, first), late])
+
+
 def test_a_killed_replica_is_done_without(rig: Rig) -> None:
     plan = plan_for(epochs=2)
     feeder = rig.start(plan, delay_s=0.02)

@@ -88,6 +88,10 @@ class Course:
         """True when the row with this index has been used up."""
         return row // self._plan.ranks < self._next[row % self._plan.ranks]
 
+    def is_ahead(self, rank: int, position: int) -> bool:
+        """True when the rank has other positions to commit before this one."""
+        return self._next[rank] < position
+
     def require_next(self, rank: int, position: int) -> None:
         """ValueError unless this is the position that the rank commits next."""
         if position != self._next[rank]:

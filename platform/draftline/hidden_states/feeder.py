@@ -123,7 +123,15 @@ class Feeder:
                 return row
 
     async def commit(self, rank: int, position: int) -> None:
-        """The row has been trained on: its states leave the store, or stay for a later epoch."""
+        """The row has been trained on: its states leave the store, or stay for a later epoch.
+
+        Calls that a worker makes without waiting can arrive out of order: each waits for its turn.
+        """
+        starts = self._window.starts
+        while self._window.comes_later(rank, position):
+            await self._change()
+            if self._window.starts != starts:
+                raise ValueError(f"rank {rank} commits position {position} of a training that was started again")
         self._window.commit(rank, position)
         self._move()
 

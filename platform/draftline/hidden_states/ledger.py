@@ -11,6 +11,7 @@ class Ledger:
     def __init__(self, budget_bytes: int, concurrency: int, replicas: Iterable[str]) -> None:
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
+        self.leaving_bytes = 0  # of what is on its way out of the store
         self._concurrency = concurrency
         self._held: dict[str, int] = {}
         self._leaving: dict[str, str] = {}
@@ -29,11 +30,6 @@ class Ledger:
     def takes_more(self, replica: str) -> bool:
         """True when the replica lives and is not fully busy."""
         return replica in self._busy and self.in_flight(replica) < self._concurrency
-
-    @property
-    def leaving_bytes(self) -> int:
-        """Bytes of what is on its way out of the store."""
-        return sum(self._held.get(key, 0) for key in self._left)
 
     def fits(self, size_bytes: int) -> bool:
         """True when so many bytes more stay in the budget."""
@@ -57,7 +53,9 @@ class Ledger:
     def leave(self, key: str, handle: str) -> None:
         """What the store calls `handle` is to be deleted; its bytes count until `released`."""
         self._leaving[key] = handle
-        self._left.add(key)
+        if key not in self._left:
+            self._left.add(key)
+            self.leaving_bytes += self._held.get(key, 0)
 
     def take_leaving(self) -> dict[str, str]:
         """Handle by key of what is to be deleted; each is handed out once."""
@@ -66,5 +64,8 @@ class Ledger:
 
     def released(self, key: str) -> None:
         """The store no longer holds `key`."""
-        self.held_bytes -= self._held.pop(key, 0)
-        self._left.discard(key)
+        size_bytes = self._held.pop(key, 0)
+        self.held_bytes -= size_bytes
+        if key in self._left:
+            self._left.discard(key)
+            self.leaving_bytes -= size_bytes

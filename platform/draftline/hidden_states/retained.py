@@ -23,6 +23,7 @@ class Retained:
             for sample in row.samples:
                 self._uses[sample].append(index)
         self._kept: dict[int, tuple[int, Entry]] = {}
+        self._order: list[tuple[int, int]] = []  # (next row, sample), increasing
 
     @property
     def size_bytes(self) -> int:
@@ -40,22 +41,28 @@ class Retained:
         if following == len(uses):
             return False
         self._kept[entry.sample] = (uses[following], entry)
+        bisect.insort(self._order, (uses[following], entry.sample))
         return True
 
     def take(self, sample: int) -> Entry | None:
         """The kept entry of a sample, which is no longer kept."""
-        return self._kept.pop(sample, (0, None))[1]
+        use, entry = self._kept.pop(sample, (0, None))
+        if entry is not None:
+            del self._order[bisect.bisect_left(self._order, (use, sample))]
+        return entry
 
     def drop_one(self, row: int) -> Entry | None:
         """Lets go of the entry that is missed least when `row` needs room; None: all that is kept is for this row.
 
         That is one whose row has gone by (its sample was skipped there), or else the one wanted latest.
         """
-        candidates = [(use, sample) for sample, (use, _) in self._kept.items() if use != row]
-        if not candidates:
-            return None
-        _, sample = max(candidates, key=lambda each: (each[0] < row, each[0]))
-        return self.take(sample)
+        for use, sample in self._order[:1]:
+            if use < row:
+                return self.take(sample)
+        for use, sample in self._order[-1:]:
+            if use > row:
+                return self.take(sample)
+        return None
 
     def drop(self, keys: Iterable[str]) -> list[Entry]:
         """Lets go of the entries with these keys."""

@@ -77,11 +77,11 @@ def local_address(master_address: str) -> str:
 
 
 def quiet_environment() -> dict[str, str]:
-    """Environment of a process that loads Mooncake, to be set before it starts: only fatal lines of its log are shown.
+    """Environment of a process that loads Mooncake, to be set before it starts: its log shows errors only.
 
-    What it would say about errors comes back as return codes. What the user has set stays.
+    Mooncake reads this variable and overrides glog's own. What the user has set stays.
     """
-    return {name: os.environ.get(name, value) for name, value in {"GLOG_minloglevel": "3"}.items()}
+    return {"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")}
 
 
 class StoreClient:

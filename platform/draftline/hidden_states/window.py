@@ -49,6 +49,7 @@ class Window:
         self._retained = Retained(plan)
         self._ledger = Ledger(limits.budget_bytes, limits.concurrency, replicas)
         self._attempt = self._last_attempt = 0
+        self.starts = 0  # how often training has begun
         self._largest_bytes = max((self._position_bytes(position) for position in range(plan.positions)), default=0)
         if self._largest_bytes > limits.budget_bytes:
             raise InputError(
@@ -175,6 +176,11 @@ class Window:
             entry.state = State.CONSUMED
         self._course.commit(rank)
 
+    def comes_later(self, rank: int, position: int) -> bool:
+        """True while other positions are to be committed before this one."""
+        self._course.row(rank, position)
+        return self._course.is_ahead(rank, position)
+
     def lost(self, key: str, reason: str, *, blameless: bool = False) -> bool:
         """Stored states cannot be read: they are captured again, and their row is to be asked for again.
 
@@ -237,6 +243,7 @@ class Window:
 
         What is in the window stays when it is of use as it stands: nothing was used up, and the position is the same.
         """
+        self.starts += 1
         if position == self._course.start and self._course.untouched:
             for row in self._rows.values():
                 row.delivered = False
