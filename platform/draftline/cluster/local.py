@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,14 +67,14 @@ def ray_cluster(address: str | None = None) -> Iterator[Cluster]:
         _end_head(before, began)
 
 
-def worker_environment() -> dict[str, Any]:
-    """The runtime environment that a driver gives its workers: when the package was sent along with the job, they
-    import it from their own copy, so that driver and workers run the same code.
+def worker_environment(variables: Mapping[str, str]) -> dict[str, Any]:
+    """The runtime environment that a driver gives its workers: `variables`, and where they find the package.
+
+    When it was sent along with the job, they import it from their own copy: driver and workers run the same code.
     """
     package_root = Path(draftline.__file__).resolve().parents[1]
-    if not was_uploaded(package_root):
-        return {}
-    return {"env_vars": {"PYTHONPATH": package_root.name}}  # relative to a worker's working directory
+    path = {"PYTHONPATH": package_root.name} if was_uploaded(package_root) else {}  # below a worker's working directory
+    return {"env_vars": {**variables, **path}}
 
 
 def _start_head() -> Cluster:

@@ -12,6 +12,7 @@ from typing import Any
 
 from draftline.cluster.local import worker_environment
 from draftline.cluster.memory import MemoryWatch
+from draftline.hidden_states.store import quiet_environment
 from draftline.recipe.checks import check_machine, check_recipe
 from draftline.recipe.schema import Recipe, resolve_path
 from draftline.runs.actors import RunActors, remote_task
@@ -52,7 +53,7 @@ def run_pipeline(recipe: Recipe, recipe_file: Path, options: PipelineOptions) ->
         address="auto",
         namespace=f"draftline-{recipe.run_id}",
         log_to_driver=False,
-        runtime_env=worker_environment(),
+        runtime_env=worker_environment(quiet_environment()),
         logging_level=logging.WARNING,
     )
     install_stop_handlers()

@@ -141,5 +141,5 @@ def _show(progress: Any, update: dict[str, Any] | None, stats: dict[str, Any]) -
     if update is None:
         progress.update({"unit": "captured sample", "done": stats["captured_samples"]})
         return
-    shown: dict[str, float] = {key: update[key] for key in ("loss", "eal", "lr") if key in update}
+    shown: dict[str, float] = {key: update[key] for key in ("loss", "eal", "eal_held_out", "lr") if key in update}
     progress.update({"unit": "step", "done": update["step"], "total": update["steps"], **shown})
