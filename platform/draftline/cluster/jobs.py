@@ -22,25 +22,30 @@ CHECKOUT = PACKAGE_ROOT.parent
 STOPPED_STATUS = 130
 _UPLOAD_EXCLUDES = [".git/", ".venv/", "/runs/", ".cache/", "tests/", "build/", "__pycache__/"]
 _RECONNECT_S = 1.0
+_ASK_LIMIT_S = 15.0
 _STOP_LIMIT_S = 60.0
 
 
-def pipeline_command(python: str, script: str, recipe: str, overrides: Sequence[str], serve: str) -> list[str]:
+def pipeline_command(
+    python: str, script: str, recipe: str, overrides: Sequence[str], serve: str, until: str | None = None
+) -> list[str]:
     """The job's command line."""
     settings = [part for override in overrides for part in ("--set", override)]
-    return [python, script, recipe, *settings, "--serve", serve]
+    return [python, script, recipe, *settings, "--serve", serve, *(["--until", until] if until else [])]
 
 
 class PipelineJob:
     """One submitted run of the pipeline. Needs a checkout: the job's script is `jobs/pipeline.py`."""
 
-    def __init__(self, cluster: Cluster, recipe_file: Path, overrides: Sequence[str], serve: str) -> None:
+    def __init__(
+        self, cluster: Cluster, recipe_file: Path, overrides: Sequence[str], serve: str, until: str | None = None
+    ) -> None:
         from ray.job_submission import JobSubmissionClient
 
         logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)
         self._client = JobSubmissionClient(cluster.jobs_address)
         submission = _local_job if cluster.local else _remote_job
-        self.id = self._client.submit_job(**submission(cluster, recipe_file, overrides, serve))
+        self.id = self._client.submit_job(**submission(cluster, recipe_file, overrides, serve, until))
 
     def follow(self, stream: TextIO) -> int:
         """Copies the job's log to `stream` until the job has ended; returns the exit status for the caller.
@@ -69,8 +74,10 @@ class PipelineJob:
         return await asyncio.to_thread(self._exit_status, stream)
 
     async def _stop(self, following: asyncio.Future[Any]) -> None:
-        await asyncio.to_thread(self._client.stop_job, self.id)
-        await asyncio.wait([following], timeout=_STOP_LIMIT_S)
+        asked = asyncio.ensure_future(asyncio.to_thread(self._client.stop_job, self.id))
+        with contextlib.suppress(TimeoutError, RuntimeError, OSError):  # Ray that does not answer is ended all the same
+            await asyncio.wait_for(asked, timeout=_ASK_LIMIT_S)
+            await asyncio.wait([following], timeout=_STOP_LIMIT_S)
         following.cancel()
 
     async def _copy_log(self, stream: TextIO) -> None:
@@ -89,7 +96,11 @@ class PipelineJob:
             await asyncio.sleep(_RECONNECT_S)
 
     def _exit_status(self, stream: TextIO) -> int:
-        info = self._client.get_job_info(self.id)
+        try:
+            info = self._client.get_job_info(self.id)
+        except (RuntimeError, OSError) as error:
+            stream.write(f"Ray does not say how the job ended: {str(error).splitlines()[0]}\n")
+            return STOPPED_STATUS
         if info.driver_exit_code is not None:
             return int(info.driver_exit_code)
         if str(info.status.value) == "FAILED":
@@ -98,10 +109,12 @@ class PipelineJob:
         return STOPPED_STATUS
 
 
-def _local_job(cluster: Cluster, recipe_file: Path, overrides: Sequence[str], serve: str) -> dict[str, Any]:
+def _local_job(
+    cluster: Cluster, recipe_file: Path, overrides: Sequence[str], serve: str, until: str | None
+) -> dict[str, Any]:
     # Nothing is uploaded: the driver works in this folder, on these files. Ray's own guess at the cluster's address
     # may find another cluster of this machine, hence the prefix.
-    command = pipeline_command(sys.executable, str(_script()), str(recipe_file.resolve()), overrides, serve)
+    command = pipeline_command(sys.executable, str(_script()), str(recipe_file.resolve()), overrides, serve, until)
     prefix = ["exec", "env", f"RAY_ADDRESS={cluster.gcs_address}"]
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     return {
@@ -110,7 +123,9 @@ def _local_job(cluster: Cluster, recipe_file: Path, overrides: Sequence[str], se
     }
 
 
-def _remote_job(cluster: Cluster, recipe_file: Path, overrides: Sequence[str], serve: str) -> dict[str, Any]:
+def _remote_job(
+    cluster: Cluster, recipe_file: Path, overrides: Sequence[str], serve: str, until: str | None
+) -> dict[str, Any]:
     if not recipe_file.resolve().is_relative_to(CHECKOUT):
         raise InputError(
             f"{recipe_file}: the cluster at {cluster.jobs_address} is elsewhere and is sent {CHECKOUT} only; "
@@ -118,7 +133,7 @@ def _remote_job(cluster: Cluster, recipe_file: Path, overrides: Sequence[str], s
         )
     recipe = recipe_file.resolve().relative_to(CHECKOUT).as_posix()
     _script()
-    command = pipeline_command("python", "jobs/pipeline.py", recipe, overrides, serve)
+    command = pipeline_command("python", "jobs/pipeline.py", recipe, overrides, serve, until)
     return {
         "entrypoint": f"exec {shlex.join(command)}",
         "runtime_env": {"working_dir": str(CHECKOUT), "excludes": _UPLOAD_EXCLUDES},

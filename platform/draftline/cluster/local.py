@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -84,17 +85,37 @@ def _start_head() -> Cluster:
 
     # Ray's remark on its token is true and of no use to the user: the token is made and found by itself.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    context: Any = ray.init(
-        address="local",
-        num_cpus=max(_LEAST_LOGICAL_CPUS, os.cpu_count() or 1),
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
+    with _apart_from_terminal():
+        context: Any = ray.init(
+            address="local",
+            num_cpus=max(_LEAST_LOGICAL_CPUS, os.cpu_count() or 1),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=True,
+            dashboard_host="127.0.0.1",
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
     address = context["address"]
     return Cluster(f"http://{context['webui_url']}", address, started_here=True)
+
+
+@contextlib.contextmanager
+def _apart_from_terminal() -> Iterator[None]:
+    """Processes started in the block are a process group of their own.
+
+    A terminal sends Ctrl-C to the whole group in front of it: Ray's dashboard would die of it, and with it the way to
+    stop the job in peace.
+    """
+    if os.getpid() == os.getsid(0):  # a session's leader cannot change its group
+        yield
+        return
+    before = os.getpgrp()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, process_group=0) as founder:  # ends with the block
+        os.setpgid(0, founder.pid)
+        try:
+            yield
+        finally:
+            os.setpgid(0, before)
 
 
 def _end_head(before: set[int], began: float) -> None:
