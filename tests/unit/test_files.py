@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftline.storage.artifacts import RunFolder, run_ids, store_folder
+from draftline.storage.artifacts import store_url
 from draftline.storage.files import atomic_path, sha256_file, sha256_tree, write_json_atomic, write_text_atomic
 
 
@@ -43,35 +43,15 @@ def test_json_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None
     assert len(list(file.parent.iterdir())) == 1
 
 
-def test_run_folder_finds_damaged_outputs(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, "first")
-    folder.draft.mkdir(parents=True)
-    (folder.draft / "config.json").write_text("{}")
-    (folder.draft / "model.safetensors").write_bytes(b"weights")
-    outputs = folder.checksums(folder.draft)
-    assert sorted(outputs) == ["draft/config.json", "draft/model.safetensors"]
-    assert folder.damaged(outputs) == []
-    (folder.draft / "config.json").write_text("{ }")
-    (folder.draft / "model.safetensors").unlink()
-    assert folder.damaged(outputs) == ["draft/config.json", "draft/model.safetensors"]
-
-
-def test_a_store_lists_runs_with_a_record_only(tmp_path: Path) -> None:
-    assert run_ids(tmp_path / "absent") == []
-    for name in ("b", "a"):
-        write_json_atomic(RunFolder(tmp_path, name).record, {})
-    (tmp_path / "cache").mkdir()
-    assert run_ids(tmp_path) == ["a", "b"]
-
-
 def test_a_store_in_an_uploaded_working_directory_outlives_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert store_folder("runs") == tmp_path / "runs"
+    assert store_url("runs") == str(tmp_path / "runs")
     uploaded = tmp_path / "working_dir_files" / "_ray_pkg_1"
     uploaded.mkdir(parents=True)
     monkeypatch.chdir(uploaded)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert store_folder("runs") == tmp_path / "home" / "draftline" / "runs"
-    assert store_folder(str(tmp_path / "shared")) == tmp_path / "shared"
+    assert store_url("runs") == str(tmp_path / "home" / "draftline" / "runs")
+    assert store_url(str(tmp_path / "shared")) == str(tmp_path / "shared")
+    assert store_url("s3://bucket/drafts") == "s3://bucket/drafts"
