@@ -1,7 +1,7 @@
 """Writes made-up hidden states into Mooncake, as a replica's connector does: hs-connectors' own store.
 
 `StatesReplica` does so as a Ray actor. As a program: one JSON line [key, tokens, error] in, one line with the
-manifest (or the problem) out.
+manifest (or the problem) out; a line with a master's address moves it there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from hs_connectors.mooncake_store import VERSION, MooncakeStoreConfig, packed_layout
 
+from draftline.hidden_states.checksum import add_checksum
 from draftline.hidden_states.writer import PATIENCE_S, PatientStore
 
 LAYERS, HIDDEN_SIZE = 3, 64
@@ -31,12 +32,14 @@ class StatesWriter:
         """What vLLM's scheduler would answer."""
         shape: Any = (tokens, LAYERS, HIDDEN_SIZE)
         layout, size = packed_layout({"hidden_states": (shape, torch.float32), "token_ids": ((tokens,), torch.int64)})
-        return {
-            "handle": key,
-            "version": VERSION,
-            "tensors": layout,
-            "metadata": {"num_tokens": tokens, "total_aligned_bytes": size},
-        }
+        return add_checksum(
+            {
+                "handle": key,
+                "version": VERSION,
+                "tensors": layout,
+                "metadata": {"num_tokens": tokens, "total_aligned_bytes": size},
+            }
+        )
 
     def put(self, manifest: dict[str, Any], token_ids: list[int], first: float = 0.0) -> None:
         """Counts up from `first` through the states."""
@@ -44,6 +47,10 @@ class StatesWriter:
         size = shape[0] * shape[1] * shape[2]
         states = (torch.arange(size, dtype=torch.float32) + first).view(shape)
         self._store.put_sample(manifest, {"hidden_states": states, "token_ids": torch.tensor(token_ids)})
+
+    def rejoin(self, master_address: str) -> None:
+        """Moves to the store of another master."""
+        self._store.rejoin(master_address)
 
     def close(self) -> None:
         """Takes the segment out of the store."""
@@ -61,15 +68,31 @@ class StatesReplica:
         self._writer = StatesWriter(config)
         self._thread = ThreadPoolExecutor(1)
         self._delay_s, self._refused = delay_s, refused
+        self._busy = 0
+
+    async def configure(self, delay_s: float, refused: tuple[int, ...]) -> None:
+        """For the next test, once all that was asked for has been written."""
+        while self._busy:
+            await asyncio.sleep(0.01)
+        await asyncio.wrap_future(self._thread.submit(lambda: None))
+        self._delay_s, self._refused = delay_s, refused
 
     async def capture(self, key: str, token_ids: list[int]) -> dict[str, Any]:
         """Refuses samples whose first token is among the refused."""
-        await asyncio.sleep(self._delay_s)
+        self._busy += 1
+        try:
+            await asyncio.sleep(self._delay_s)
+        finally:
+            self._busy -= 1
         if token_ids[0] in self._refused:
             raise ValueError(f"token {token_ids[0]} is refused")
         manifest = self._writer.manifest(key, len(token_ids))
         self._thread.submit(self._writer.put, manifest, list(token_ids), float(token_ids[0]))
         return manifest
+
+    async def rejoin(self, master_address: str) -> None:
+        """Moves to the store of another master."""
+        await asyncio.to_thread(self._writer.rejoin, master_address)
 
     async def healthy(self) -> bool:
         """Always, while it lives."""
@@ -90,7 +113,12 @@ def main() -> None:
     writer = StatesWriter(json.loads(sys.argv[1]), patience_s=0.0)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        key, tokens, error = json.loads(line)
+        request = json.loads(line)
+        if isinstance(request, str):
+            writer.rejoin(request)
+            print(json.dumps("moved"), flush=True)
+            continue
+        key, tokens, error = request
         manifest = writer.manifest(key, tokens)
         try:
             if error:

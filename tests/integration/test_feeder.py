@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,16 @@ import pytest
 import ray
 
 from draftline.hidden_states.capacity import StatesShape
-from draftline.hidden_states.feeder import ExtractionFailed, start_feeder
+from draftline.hidden_states.feeder import LATE_S, ExtractionFailed, start_feeder
 from draftline.hidden_states.master import MooncakeMaster
-from draftline.hidden_states.store import StatesLost, StatesReader, StoreClient, StoreConfig, quiet_environment
+from draftline.hidden_states.store import (
+    StatesLost,
+    StatesReader,
+    StoreClient,
+    StoreConfig,
+    StoreUnavailable,
+    quiet_environment,
+)
 from draftline.recipe.schema import HiddenStates
 from draftline.samples.plan import BatchPlan, plan_rows
 from states_writer import HIDDEN_SIZE, LAYERS, StatesReplica
@@ -41,11 +49,28 @@ class Rig:
         self._runs = 0
 
     def start(self, plan: BatchPlan, *, replicas: int = 2, delay_s: float = 0.002, **options: Any) -> Any:
-        """A feeder with new replicas."""
+        """A feeder with so many replicas; those that live from earlier tests serve again."""
         self.end_run()
-        actor = ray.remote(StatesReplica).options(num_cpus=0, max_concurrency=100)
         refused = options.pop("refused", ())
-        self.replicas = [actor.remote(self.store.connector_config(), delay_s, refused) for _ in range(replicas)]
+        living, self.replicas = self.replicas, []
+        for replica in living:
+            with contextlib.suppress(ray.exceptions.RayActorError):  # killed by a test
+                ray.get(replica.configure.remote(delay_s, refused))
+                self.replicas.append(replica)
+        while len(self.replicas) > replicas:
+            self.end_replica(self.replicas.pop())
+        while len(self.replicas) < replicas:
+            self.add_replica(delay_s, refused)
+        return self.start_feeder(plan, **options)
+
+    def add_replica(self, delay_s: float, refused: tuple[int, ...] = ()) -> Any:
+        """One more replica, which no feeder knows yet."""
+        actor = ray.remote(StatesReplica).options(num_cpus=0, max_concurrency=100)
+        self.replicas.append(actor.remote(self.store.connector_config(), delay_s, refused))
+        return self.replicas[-1]
+
+    def start_feeder(self, plan: BatchPlan, **options: Any) -> Any:
+        """A feeder with the replicas that there are."""
         states = {"window_bytes": 1 << 20, "concurrency": 4, "segment_bytes": SEGMENT_BYTES, "max_skipped_share": 0.1}
         states |= options.pop("states", {})
         self._runs += 1
@@ -54,19 +79,33 @@ class Rig:
         )
         return self.feeder
 
+    def kill_replica(self, number: int) -> None:
+        psutil.Process(ray.get(self.replicas[number].process_id.remote())).kill()
+
+    def replace_master(self, same_ports: bool) -> None:
+        """Another master; its actor was killed, and so its process."""
+        ports = ray.get(self.master.ports.remote()) if same_ports else None
+        ray.kill(self.master)
+        if same_ports:
+            time.sleep(1.0)  # the old process ends with its actor's
+        self.master = MooncakeMaster.remote(str(self.folder))  # type: ignore[attr-defined]
+        self.store = replace(self.store, master_address=ray.get(self.master.start.remote(ports)))
+
     def end_run(self) -> None:
         if self.feeder is not None:
             ray.get(self.feeder.stop.remote())
-        for replica in self.replicas:
-            with contextlib.suppress(ray.exceptions.RayActorError):  # killed by the test
-                ray.get(replica.stop.remote())
-        for actor in (self.feeder, *self.replicas):
-            if actor is not None:
-                ray.kill(actor)
-        self.feeder, self.replicas = None, []
+            ray.kill(self.feeder)
+            self.feeder = None
+
+    def end_replica(self, replica: Any) -> None:
+        with contextlib.suppress(ray.exceptions.RayActorError):  # killed by a test
+            ray.get(replica.stop.remote())
+        ray.kill(replica)
 
     def end(self) -> None:
         self.end_run()
+        for replica in self.replicas:
+            self.end_replica(replica)
         ray.get(self.master.stop.remote())
         ray.kill(self.master)
 
@@ -93,6 +132,8 @@ class Worker:
     def __init__(self, rig: Rig, plan: BatchPlan, rank: int = 0) -> None:
         self._feeder, self._plan, self._rank = rig.feeder, plan, rank
         self._reader = StatesReader(rig.store)
+        self._rig = rig
+        self.damage: set[int] = set()  # samples whose states are to be damaged before they are read
         self.had: list[tuple[int, ...]] = []
 
     def train(self, group: str = "first", first: int = 0, last: int | None = None) -> list[tuple[int, ...]]:
@@ -101,22 +142,31 @@ class Worker:
         end = self._plan.positions if last is None else held_out + last
         ray.get(self._feeder.restart.remote(self._rank, held_out + first, group))
         for position in (*range(held_out), *range(held_out + first, end)):
-            self.had.append(self._take(position))
+            samples = self._take(position)
+            if samples is None:
+                break
+            self.had.append(samples)
             ray.get(self._feeder.commit.remote(self._rank, position))
         return self.had
 
-    def _take(self, position: int) -> tuple[int, ...]:
+    def _take(self, position: int) -> tuple[int, ...] | None:
         while True:
             row = ray.get(self._feeder.next_row.remote(self._rank, position))
+            if row is None:
+                return None
             if all([self._reads(delivery) for delivery in row]):
                 return tuple(delivery.sample for delivery in row)
 
     def _reads(self, delivery: Any) -> bool:
         token_ids = TOKEN_IDS[delivery.sample]
+        if delivery.sample in self.damage:
+            self.damage.discard(delivery.sample)
+            damage(self._rig.store, str(delivery.manifest["handle"]))
         try:
+            self._reader.rejoin(delivery.store)
             states = self._reader.read(delivery.manifest, 20.0, token_ids)
-        except StatesLost as error:
-            ray.get(self._feeder.lost.remote(delivery.key, error.reason))
+        except (StatesLost, StoreUnavailable) as error:
+            ray.get(self._feeder.lost.remote(delivery.key, str(error)))
             return False
         hidden = states["hidden_states"]
         assert hidden.shape == (len(token_ids), LAYERS, HIDDEN_SIZE)
@@ -125,6 +175,20 @@ class Worker:
 
     def close(self) -> None:
         self._reader.close()
+
+
+def damage(store: StoreConfig, handle: str) -> None:
+    """Flips a bit of stored states."""
+    client = StoreClient(store)
+    payload = bytearray(client._client.get(handle))
+    payload[5] ^= 1
+    assert client._client.remove(handle, True) == 0 and client._client.put(handle, bytes(payload)) == 0
+    client.close()
+
+
+def wait_for_captures(feeder: Any, count: int) -> None:
+    while ray.get(feeder.stats.remote())["captured_samples"] < count:
+        time.sleep(0.02)
 
 
 def train(rig: Rig, plan: BatchPlan, **options: Any) -> list[list[tuple[int, ...]]]:
@@ -183,12 +247,43 @@ def test_commits_that_overtake_each_other_wait_for_their_turn(rig: Rig) -> None:
 def test_a_killed_replica_is_done_without(rig: Rig) -> None:
     plan = plan_for(epochs=2)
     feeder = rig.start(plan, delay_s=0.02)
-    victim = ray.get(rig.replicas[1].process_id.remote())
     with ThreadPoolExecutor(1) as threads:
         rows = threads.submit(train, rig, plan)
-        while ray.get(feeder.stats.remote())["captured_samples"] < 20:
+        wait_for_captures(feeder, 20)
+        rig.kill_replica(1)
+        assert rows.result(timeout=120) == planned(plan)
+    stats = ray.get(feeder.stats.remote())
+    assert stats["replicas_lost"] == 1 and stats["replicas"] == 1 and stats["skipped_samples"] == 0
+    assert [cause for cause, _ in stats["incidents"]].count("replica") == 1
+    assert stats["incidents_total"] == len(stats["incidents"])
+
+
+def test_a_replica_that_comes_brings_its_room_with_it(rig: Rig) -> None:
+    plan = plan_for(epochs=2)
+    feeder = rig.start(plan, delay_s=0.05, states={"window_bytes": 100 << 20})
+    with ThreadPoolExecutor(1) as threads:
+        rows = threads.submit(train, rig, plan)
+        wait_for_captures(feeder, 10)
+        rig.kill_replica(0)
+        while (stats := ray.get(feeder.stats.remote()))["replicas"] == 2:
             time.sleep(0.02)
-        psutil.Process(victim).kill()
+        assert stats["window_budget_bytes"] < 52 << 20
+        assert ray.get(feeder.add_replica.remote(rig.add_replica(0.05))) == "replica 2"
+        stats = ray.get(feeder.stats.remote())
+        assert stats["window_budget_bytes"] == 100 << 20 and stats["replicas"] == 2
+        assert rows.result(timeout=120) == planned(plan)
+
+
+def test_the_last_replica_can_be_replaced(rig: Rig) -> None:
+    plan = plan_for()
+    feeder = rig.start(plan, replicas=1, delay_s=0.05)
+    with ThreadPoolExecutor(1) as threads:
+        rows = threads.submit(train, rig, plan)
+        wait_for_captures(feeder, 20)
+        rig.kill_replica(0)
+        while ray.get(feeder.stats.remote())["replicas"]:
+            time.sleep(0.02)
+        ray.get(feeder.add_replica.remote(rig.add_replica(0.002)))
         assert rows.result(timeout=120) == planned(plan)
     stats = ray.get(feeder.stats.remote())
     assert stats["replicas_lost"] == 1 and stats["replicas"] == 1 and stats["skipped_samples"] == 0
@@ -196,14 +291,13 @@ def test_a_killed_replica_is_done_without(rig: Rig) -> None:
 
 def test_without_a_replica_everybody_is_told(rig: Rig) -> None:
     plan = plan_for(ranks=2)
-    rig.start(plan, replicas=1, delay_s=0.05)
-    victim = ray.get(rig.replicas[0].process_id.remote())
+    rig.start(plan, replicas=1, delay_s=0.05, replica_wait_s=1.0)
     with ThreadPoolExecutor(2) as threads:
         ranks = [threads.submit(Worker(rig, plan, rank).train) for rank in range(2)]
         time.sleep(0.3)
-        psutil.Process(victim).kill()
+        rig.kill_replica(0)
         for rank in ranks:
-            with pytest.raises(ExtractionFailed, match="no target replica is left"):
+            with pytest.raises(ExtractionFailed, match="no target replica is left, and none was added within 1 s"):
                 rank.result(timeout=60)
 
 
@@ -239,9 +333,77 @@ def test_a_master_that_dies_is_started_again(rig: Rig) -> None:
     feeder = rig.start(plan, delay_s=0.05, master=rig.master)
     with ThreadPoolExecutor(1) as threads:
         rows = threads.submit(train, rig, plan)
-        while ray.get(feeder.stats.remote())["captured_samples"] < 20:
-            time.sleep(0.02)
+        wait_for_captures(feeder, 20)
         psutil.Process(ray.get(rig.master.process_id.remote())).kill()
         assert rows.result(timeout=120) == planned(plan)
     stats = ray.get(feeder.stats.remote())
     assert stats["store_restarts"] == 1 and stats["skipped_samples"] == 0
+
+
+@pytest.mark.parametrize("same_ports", [True, False])
+def test_another_master_takes_over(rig: Rig, same_ports: bool) -> None:
+    plan = plan_for()
+    feeder = rig.start(plan, delay_s=0.05, master=rig.master)
+    before = rig.store.master_address
+    with ThreadPoolExecutor(1) as threads:
+        rows = threads.submit(train, rig, plan)
+        wait_for_captures(feeder, 20)
+        rig.replace_master(same_ports)
+        assert (rig.store.master_address == before) == same_ports
+        ray.get(feeder.attach_master.remote(rig.master))
+        assert rows.result(timeout=120) == planned(plan)
+    stats = ray.get(feeder.stats.remote())
+    assert stats["store_restarts"] == 1 and stats["skipped_samples"] == 0 and stats["replicas"] == 2
+    assert [cause for cause, _ in stats["incidents"]].count("master") == 1
+
+
+def test_damaged_states_are_captured_again(rig: Rig) -> None:
+    plan = plan_for()
+    feeder = rig.start(plan)
+    worker = Worker(rig, plan)
+    worker.damage = {plan.row(plan.held_out_positions, 0).samples[0], 0}
+    assert [worker.train()] == planned(plan)
+    worker.close()
+    stats = ray.get(feeder.stats.remote())
+    assert stats["lost_samples"] == 2 and stats["captured_samples"] == len(TOKEN_IDS) + 2
+    assert [cause for cause, text in stats["incidents"] if "their checksum is" in text] == ["state", "state"]
+
+
+def test_training_ends_early_for_all_ranks_alike(rig: Rig) -> None:
+    plan = plan_for(ranks=2, epochs=4)
+    feeder = rig.start(plan, delay_s=0.05)
+    with ThreadPoolExecutor(2) as threads:
+        workers = [Worker(rig, plan, rank) for rank in range(2)]
+        rows = [threads.submit(worker.train) for worker in workers]
+        wait_for_captures(feeder, 40)
+        end = ray.get(feeder.finish_early.remote())
+        had = [row.result(timeout=60) for row in rows]
+    assert plan.held_out_positions < end < plan.positions
+    assert had == [rows[:end] for rows in planned(plan)]
+    assert ray.get(feeder.finish_early.remote()) == end
+    for first in (0, end + 1 - plan.held_out_positions):
+        rows = train(rig, plan, group=f"again {first}", first=first)
+        assert rows == [rows[: max(plan.held_out_positions, end - first)] for rows in planned(plan, first)]
+    time.sleep(0.5)
+    stats = ray.get(feeder.stats.remote())
+    assert stats["window_leased_bytes"] == 0 and stats["worker_starts"] == 3
+
+
+def test_a_feeder_that_was_killed_leaves_nothing_behind(rig: Rig) -> None:
+    plan = plan_for()
+    feeder = rig.start(plan, delay_s=0.5)
+    ray.get(feeder.restart.remote(0, plan.held_out_positions, "first"))
+    wait_for_captures(feeder, 16)
+    ray.get(feeder.next_row.remote(0, 0))  # leased by a reader
+    ray.kill(feeder)
+    feeder = rig.start_feeder(plan, predecessors=[f"run-{rig._runs}"])
+    began = time.monotonic()
+    assert train(rig, plan) == planned(plan)
+    stats = ray.get(feeder.stats.remote())
+    assert stats["window_peak_bytes"] <= stats["window_budget_bytes"] and stats["lost_samples"] == 0
+    time.sleep(max(0.0, LATE_S[0] + 1.0 - (time.monotonic() - began)))
+    ray.get(feeder.stop.remote())
+    rig.feeder = None
+    client = StoreClient(rig.store)
+    assert client.clear() == 0
+    client.close()

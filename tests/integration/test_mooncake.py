@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,14 @@ import torch
 
 from draftline.hidden_states.capacity import StatesShape
 from draftline.hidden_states.master import MasterProcess
-from draftline.hidden_states.store import StatesLost, StatesReader, StoreClient, StoreConfig, quiet_environment
+from draftline.hidden_states.store import (
+    StatesLost,
+    StatesReader,
+    StoreClient,
+    StoreConfig,
+    StoreUnavailable,
+    quiet_environment,
+)
 
 SHAPE = StatesShape(layers=3, hidden_size=64, item_bytes=4)
 SEGMENT_BYTES = 64 << 20
@@ -40,10 +47,7 @@ class Writer:
 
     def put(self, key: str, tokens: int, error: str = "") -> dict[str, Any]:
         """Writes a sample of so many tokens, or an error marker; returns its manifest."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([key, tokens, error]) + "\n")
-        self._process.stdin.flush()
-        reply = self._reply()
+        reply = self._ask([key, tokens, error])
         if isinstance(reply, str):
             raise RuntimeError(reply)
         return reply
@@ -58,6 +62,16 @@ class Writer:
                 assert time.monotonic() < deadline
                 time.sleep(0.3)
         raise AssertionError
+
+    def rejoin(self, address: str) -> None:
+        """Moves to the store of another master."""
+        assert self._ask(address) == "moved"
+
+    def _ask(self, request: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._reply()
 
     def _reply(self) -> Any:
         assert self._process.stdout is not None
@@ -101,15 +115,71 @@ def client(config: StoreConfig) -> Iterator[StoreClient]:
     client.close()
 
 
+def rewrite(client: StoreClient, handle: str, change: Callable[[bytearray], bytes]) -> None:
+    """Puts other bytes under a handle."""
+    payload = change(bytearray(client._client.get(handle)))
+    assert client._client.remove(handle, True) == 0
+    assert client._client.put(handle, payload) == 0
+
+
+def flip(place: int) -> Callable[[bytearray], bytes]:
+    """Changes one bit of the byte at `place`."""
+
+    def change(payload: bytearray) -> bytes:
+        payload[place] ^= 4
+        return bytes(payload)
+
+    return change
+
+
 def test_states_come_back_as_they_were_written(writer: Writer, reader: StatesReader, client: StoreClient) -> None:
     manifest = writer.put("sample-1", 10)
     assert manifest["metadata"]["total_aligned_bytes"] == SHAPE.sample_bytes(10)
     states = reader.read(manifest, timeout_s=5.0, expected_token_ids=range(10))
     assert states["hidden_states"].shape == (10, 3, 64) and states["hidden_states"].dtype == torch.float32
+    assert set(states) == {"hidden_states", "token_ids"}
     assert torch.equal(states["hidden_states"].flatten(), torch.arange(10 * 3 * 64, dtype=torch.float32))
     with pytest.raises(StatesLost, match="other token ids"):
         reader.read(manifest, timeout_s=5.0, expected_token_ids=[1, 2, 3])
     client.delete(["sample-1"])
+
+
+@pytest.mark.parametrize("place", [0, 10 * 3 * 64 * 4 - 1, 10 * 3 * 64 * 4 + 8, -64])
+def test_flipped_bits_show(writer: Writer, reader: StatesReader, client: StoreClient, place: int) -> None:
+    manifest = writer.put(f"flipped{place}", 10)
+    reader.read(manifest, timeout_s=5.0)
+    rewrite(client, manifest["handle"], flip(place))
+    with pytest.raises(StatesLost, match=r"their checksum is [0-9a-f]{32}, but [0-9a-f]{32} was written"):
+        reader.read(manifest, timeout_s=5.0)
+    client.delete([manifest["handle"]])
+
+
+def test_a_truncated_payload_shows(writer: Writer, reader: StatesReader, client: StoreClient) -> None:
+    manifest = writer.put("truncated", 10)
+    rewrite(client, "truncated", lambda payload: bytes(payload[:-64]))
+    with pytest.raises(StatesLost, match=r"payload size \d+ doesn't match"):
+        reader.read(manifest, timeout_s=5.0)
+    client.delete(["truncated"])
+
+
+def test_the_payload_of_another_sample_shows(writer: Writer, reader: StatesReader, client: StoreClient) -> None:
+    manifest = writer.put("mine", 10)
+    writer.put("other", 10)
+    rewrite(client, "mine", lambda _: client._client.get("other"))
+    with pytest.raises(StatesLost, match="checksum"):
+        reader.read(manifest, timeout_s=5.0)
+    client.delete(["mine", "other"])
+
+
+def test_a_store_is_cleared_of_leased_states_too(writer: Writer, reader: StatesReader, client: StoreClient) -> None:
+    client.clear()
+    for key in ("run-1-a", "run-1-b", "krun_1-c", "run-10-a"):
+        reader.read(writer.put(key, 5), timeout_s=5.0)  # the lease that this grants does not keep them
+    writer.put("run-1-d", 5, error="no states")
+    assert client.clear_prefixed("run.1") == 4
+    assert client.missing(["run-1-a", "run-1-b", "krun_1-c", "run-1-d", "run-10-a"])[-1] == "run-1-d"
+    assert client.clear() == 1 and client.clear() == 0
+    assert client.missing(["run-10-a"]) == ["run-10-a"]
 
 
 def test_deleted_states_are_lost(writer: Writer, reader: StatesReader, client: StoreClient) -> None:
@@ -118,7 +188,7 @@ def test_deleted_states_are_lost(writer: Writer, reader: StatesReader, client: S
     assert client.missing(["sample-2", "never"]) == ["never"]
     client.delete(["sample-2", "never"])
     began = time.monotonic()
-    with pytest.raises(StatesLost, match=r"sample-2 are lost: not found within 0\.3 s"):
+    with pytest.raises(StatesLost, match=r"sample-2 are lost: not found within 0\.\d s"):
         reader.read(manifest, timeout_s=0.3)
     assert time.monotonic() - began < 2.0
 
@@ -186,3 +256,43 @@ def test_two_masters_do_not_share_ports(master: MasterProcess, config: StoreConf
     assert second.start() != config.master_address
     second.stop()
     assert not second.running()
+
+
+def test_a_master_gets_the_ports_that_are_wanted_when_they_are_free(master: MasterProcess, tmp_path: Path) -> None:
+    second = MasterProcess(tmp_path / "second.log", "127.0.0.1")
+    with pytest.raises(RuntimeError, match="never started"):
+        _ = second.address
+    address = second.start(wanted=master.ports)
+    assert address == second.address and second.ports[0] != master.ports[0]
+    wanted = second.ports
+    second.stop()
+    third = MasterProcess(tmp_path / "third.log", "127.0.0.1")
+    assert third.start(wanted) == address
+    third.stop()
+
+
+def test_all_sides_move_to_another_master(tmp_path: Path) -> None:
+    first, second = (MasterProcess(tmp_path / f"{name}.log", "127.0.0.1") for name in ("first", "second"))
+    config = StoreConfig(first.start(), segment_bytes=SEGMENT_BYTES, buffer_bytes=16 << 20)
+    writer, reader, client = Writer(config), StatesReader(config), StoreClient(config)
+    before = writer.put("before", 5)
+    first.stop()
+    with pytest.raises(StoreUnavailable):
+        client.missing(["before"])
+    with pytest.raises(StoreUnavailable):
+        client.rejoin("127.0.0.1:1")
+    address = second.start()
+    for side in (writer, reader, client):
+        side.rejoin(address)
+    with pytest.raises(StatesLost, match="not found"):
+        reader.read(before, timeout_s=0.3)
+    states = reader.read(writer.put("after", 5), timeout_s=5.0)
+    assert states["token_ids"].tolist() == list(range(5))
+    reader.rejoin(address)  # it is there already
+    assert client.missing(["before", "after"]) == ["before"]
+    client.delete(["after"])
+    assert client.missing(["after"]) == ["after"]
+    writer.kill()
+    reader.close()
+    client.close()
+    second.stop()

@@ -44,9 +44,18 @@ class WindowMachine(RuleBasedStateMachine):
         spare=st.integers(0, 120),
         skipped=st.booleans(),
         early=st.booleans(),
+        commits=st.integers(0, 30),
     )
     def start(
-        self, lengths: list[int], held_out: int, ranks: int, epochs: int, spare: int, skipped: bool, early: bool
+        self,
+        lengths: list[int],
+        held_out: int,
+        ranks: int,
+        epochs: int,
+        spare: int,
+        skipped: bool,
+        early: bool,
+        commits: int,
     ) -> None:
         self.sizes = dict(enumerate(lengths))
         self.plan = make_plan(self.sizes, tuple(range(held_out)), ranks, epochs)
@@ -59,6 +68,10 @@ class WindowMachine(RuleBasedStateMachine):
             "run",
             {(len(lengths) - 1, 0): "an earlier attempt gave it up"} if skipped else None,
         )
+        self.end, self.finished = self.plan.positions, False
+        self.commits_to_finish = commits  # training may be ended early after so many
+        self.reached = 0  # first position after all that a worker has been given since the last start
+        self.replica_names = ["a", "b", "c"]
         self.leases: dict[str, tuple[Lease, str]] = {}
         self.stored: dict[str, int] = {}  # what the store holds, bytes by key
         self.leaving: list[str] = []
@@ -73,11 +86,15 @@ class WindowMachine(RuleBasedStateMachine):
 
     # Replicas
 
-    @rule(replica=st.sampled_from("abc"))
+    @rule(data=st.data())
+    def ask_for_work(self, data: st.DataObject) -> None:
+        self.lease(data.draw(st.sampled_from(self.replica_names)))
+
     def lease(self, replica: str) -> None:
         lease = self.window.lease(replica)
         if lease is None:
             return
+        assert (lease.sample, lease.epoch) in self.wanted()
         assert replica in self.window.replicas and self.window.in_flight(replica) <= 2
         assert lease.key not in self.keys
         self.keys.add(lease.key)
@@ -98,12 +115,19 @@ class WindowMachine(RuleBasedStateMachine):
         self.leases.pop(key)
         self.window.failed(key, "no answer")
 
-    @precondition(lambda self: len(self.window.replicas) > 1)
+    @precondition(lambda self: self.window.replicas)
     @rule(data=st.data())
     def replica_dies(self, data: st.DataObject) -> None:
         replica = data.draw(st.sampled_from(self.window.replicas))
         self.window.replica_lost(replica)
         self.leases = {key: (lease, busy) for key, (lease, busy) in self.leases.items() if busy != replica}
+
+    @rule(spare=st.integers(0, 120))
+    def replica_comes(self, spare: int) -> None:
+        self.add_replica()
+        before, wanted = self.window.budget_bytes, largest_position(self.plan, self.sizes) + spare
+        self.window.grow(wanted)
+        assert self.window.budget_bytes == max(before, min(wanted, self.budget))
 
     # The store
 
@@ -156,6 +180,7 @@ class WindowMachine(RuleBasedStateMachine):
             return
         self.window.commit(rank, position)
         self.have[rank].pop(position)
+        self.commits_to_finish -= 1
         self.committed[rank].append((position, self.expected(rank, position)))
 
     @precondition(lambda self: any(self.have))
@@ -168,10 +193,28 @@ class WindowMachine(RuleBasedStateMachine):
             assert self.window.lost(data.draw(st.sampled_from(keys)), "gone", blameless=data.draw(st.booleans()))
             self.have[rank].pop(position)
 
+    @precondition(lambda self: self.commits_to_finish <= 0)
+    @rule()
+    def finish_early(self) -> None:
+        end = self.window.finish_early()
+        if not self.finished:
+            assert end == max(self.plan.held_out_positions, self.first, self.reached)
+        assert end == self.window.finish_early() <= self.end
+        self.end, self.finished = end, True
+
+    @precondition(lambda self: self.end < self.plan.positions)
+    @rule(rank=st.integers(0, 2), behind=st.integers(0, 40))
+    def ask_for_what_is_left_out(self, rank: int, behind: int) -> None:
+        position = self.end + behind % (self.plan.positions - self.end)
+        assert self.window.is_over(position)
+        with pytest.raises(ValueError):
+            self.window.deliver(rank % self.plan.ranks, position)
+
     @rule(step=st.integers(0, 40))
     def restart(self, step: int) -> None:
         """All workers start again, at any step; some of an earlier group may have got stuck while joining."""
         self.groups += 1
+        self.reached = 0
         position = self.first = self.plan.held_out_positions + step % (self.plan.steps + 1)
         if self.plan.ranks > 1:
             self.window.join(0, position, f"stuck {self.groups}")
@@ -201,6 +244,8 @@ class WindowMachine(RuleBasedStateMachine):
     def run_to_the_end(self) -> None:
         """From wherever things are, ordinary progress ends the run: ranks in step, each reading two rows ahead."""
         idle = 0
+        if not self.window.replicas:
+            self.add_replica()
         while any(self.sequence(rank) for rank in range(self.plan.ranks)):
             before = self.progress()
             for replica in self.window.replicas:
@@ -243,11 +288,23 @@ class WindowMachine(RuleBasedStateMachine):
         if ahead >= len(sequence):
             return
         position = sequence[ahead]
+        assert not self.window.is_over(position)
         row = self.window.deliver(rank, position)
         if row is not None:
+            self.reached = max(self.reached, position + 1)
             assert tuple(delivery.sample for delivery in row) == self.expected(rank, position)
             assert len({delivery.key for delivery in row}) == len(row)
             self.have[rank][position] = [delivery.key for delivery in row]
+
+    def add_replica(self) -> None:
+        self.replica_names.append(f"replica {len(self.replica_names)}")
+        self.window.add_replica(self.replica_names[-1])
+        with pytest.raises(ValueError, match="already"):
+            self.window.add_replica(self.replica_names[-1])
+
+    def wanted(self) -> set[tuple[int, int]]:
+        rows = [self.plan.row(position, rank) for position in self.all_positions() for rank in range(self.plan.ranks)]
+        return {(sample, row.epoch) for row in rows for sample in row.samples}
 
     def heads(self) -> list[tuple[int, int]]:
         return [(rank, self.sequence(rank)[0]) for rank in range(self.plan.ranks) if self.sequence(rank)]
@@ -264,7 +321,7 @@ class WindowMachine(RuleBasedStateMachine):
         return len(self.keys), sum(map(len, self.committed)), sum(map(len, self.have))
 
     def all_positions(self) -> list[int]:
-        return [*range(self.plan.held_out_positions), *range(self.first, self.plan.positions)]
+        return [*range(self.plan.held_out_positions), *range(self.first, self.end)]
 
     def sequence(self, rank: int) -> list[int]:
         return self.all_positions()[len(self.committed[rank]) :]
@@ -416,3 +473,44 @@ def test_states_kept_for_a_later_epoch_make_room_for_what_is_needed_sooner() -> 
                 window.stored(entry.key, manifest(entry.key))
         window.commit(0, position)
     assert 4 <= captures <= 5
+
+
+def test_training_that_ends_early_ends_after_what_any_rank_has() -> None:
+    sizes = dict.fromkeys(range(12), ROW_TOKENS)
+    plan = make_plan(sizes, held_out=(0, 1), ranks=2)
+    window = Window(plan, sizes, WindowLimits(99 * ROW_TOKENS, 99, 2), ("a",), "run")
+    window.begin(plan.held_out_positions)
+    leases = [capture(window) for _ in range(8)]
+    late = window.lease("a")
+    assert late and plan.held_out_positions == 1 and plan.positions == 6
+    assert window.deliver(1, 2) is not None  # rank 0 has not asked for its own rows yet
+    assert window.finish_early() == 3
+    assert not window.is_over(2) and window.is_over(3) and not window.stored(late.key, manifest(late.key))
+    assert set(window.take_leaving()) == {late.key} | {lease.key for lease in leases[6:]}
+    for rank, position in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)):
+        assert window.deliver(rank, position) is not None
+    assert window.lease("a") is None
+    window.begin(2)
+    assert window.finish_early() == 3 and window.lease("a") is not None
+
+
+def test_training_that_ends_before_it_begins_has_its_held_out_rows() -> None:
+    sizes = dict.fromkeys(range(4), ROW_TOKENS)
+    plan = make_plan(sizes, held_out=(0,))
+    window = Window(plan, sizes, WindowLimits(99 * ROW_TOKENS, 99, 2), ("a",), "run")
+    assert window.finish_early() == 1
+    window.begin(2)
+    assert capture(window).sample == 0 and window.lease("a") is None
+    assert window.deliver(0, 0) is not None and window.is_over(2)
+
+
+def test_states_are_not_kept_for_an_epoch_that_training_does_not_reach() -> None:
+    window = simple_window(samples=2, budget_rows=2, epochs=2)
+    for position in range(2):
+        capture(window)
+        window.deliver(0, position)
+    window.commit(0, 0)
+    assert window.bytes_by_state()["kept"] == ROW_TOKENS
+    assert window.finish_early() == 2
+    window.commit(0, 1)
+    assert window.bytes_by_state()["kept"] == 0 and len(window.take_leaving()) == 2

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from draftline.hidden_states.store import StoreClient, StoreUnavailable
 
-# How long a store may be away: a master that died is started again within seconds.
-AWAY_S = 60.0
+# How long a store may be away: a master that died is started again within seconds, and another one takes the place of
+# one that is lost for good within watch.MASTER_WAIT_S.
+AWAY_S = 90.0
 RETRY_S = 0.5
 
 Result = TypeVar("Result")
@@ -22,6 +23,7 @@ class StoreAccess:
     def __init__(self, client: StoreClient) -> None:
         self._client = client
         self._turn = asyncio.Lock()
+        self._moving = False
 
     async def delete(self, handles: Sequence[str]) -> None:
         """Removes states and error markers, read or not."""
@@ -31,17 +33,34 @@ class StoreAccess:
         """Those handles that hold neither states nor an error marker."""
         return await self._call(lambda: self._client.missing(handles))
 
+    async def clear(self) -> int:
+        """Removes all that the store holds; returns how many objects."""
+        return await self._call(self._client.clear)
+
+    async def clear_prefixed(self, key_prefix: str) -> int:
+        """Removes all states of keys that begin with `key_prefix` and a dash; returns how many objects."""
+        return await self._call(lambda: self._client.clear_prefixed(key_prefix))
+
+    async def rejoin(self, master_address: str) -> None:
+        """Moves to the store of another master; calls that wait for the old one go on there."""
+        self._moving = True  # each call to a master that is gone takes seconds: it is not called any more
+        try:
+            await self._call(lambda: self._client.rejoin(master_address), moving=True)
+        finally:
+            self._moving = False
+
     async def close(self) -> None:
         """Leaves the store once calls under way have ended."""
         async with self._turn:
             await asyncio.to_thread(self._client.close)
 
-    async def _call(self, work: Callable[[], Result]) -> Result:
+    async def _call(self, work: Callable[[], Result], *, moving: bool = False) -> Result:
         deadline = time.monotonic() + AWAY_S
         while True:
             try:
                 async with self._turn:
-                    return await asyncio.to_thread(work)
+                    if self._moving == moving:
+                        return await asyncio.to_thread(work)
             except StoreUnavailable:
                 if time.monotonic() >= deadline:
                     raise

@@ -9,6 +9,7 @@ STORE_FILL = 0.8
 # hs-connectors packs tensors at multiples of this; token ids travel along as int64.
 _ALIGNMENT_BYTES = 64
 _TOKEN_ID_BYTES = 8
+_CHECKSUM_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,9 @@ class StatesShape:
         return self.layers * self.hidden_size * self.item_bytes
 
     def sample_bytes(self, tokens: int) -> int:
-        """Bytes of one stored sample of so many tokens: states [T, layers, H] and token ids [T], packed."""
-        return _aligned(tokens * self.token_bytes) + _aligned(tokens * _TOKEN_ID_BYTES)
+        """Bytes of one stored sample of so many tokens: states [T, layers, H], token ids [T] and checksum, packed."""
+        states, token_ids = tokens * self.token_bytes, tokens * _TOKEN_ID_BYTES
+        return _aligned(states) + _aligned(token_ids) + _aligned(_CHECKSUM_BYTES)
 
 
 def store_capacity(segment_bytes: int, segments: int) -> int:

@@ -14,6 +14,7 @@ import torch
 from hs_connectors.mooncake_hidden_states_connector import MooncakeHiddenStatesConnector
 from vllm.v1.request import Request, RequestStatus
 
+from draftline.hidden_states.checksum import add_checksum
 from draftline.hidden_states.writer import PatientStore
 
 # A request that ended in another way (aborted, refused, failed) may never have been computed, or only in part; upstream
@@ -41,7 +42,7 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._store = PatientStore(self._store.config)
+        self._store: PatientStore = PatientStore(self._store.config)
 
     def _device(self) -> Any:
         if torch.accelerator.current_accelerator() is None:
@@ -53,7 +54,13 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
         if not wanted or request.status not in COMPUTED:
             self._request_keys.pop(request.request_id, None)
             return False, None
-        return super().request_finished(request, block_ids)
+        held_back, manifest = super().request_finished(request, block_ids)
+        # The same manifest waits with the request's pending save: the writer sees the room that is added here.
+        return held_back, manifest and add_checksum(manifest)
+
+    def rejoin_store(self, master_address: str) -> None:
+        """Moves this process's segment to another master; see `PatientStore.rejoin`."""
+        self._store.rejoin(master_address)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         # vLLM asserts that whoever is reported as sent was held back for sending. The pending saves of a request come

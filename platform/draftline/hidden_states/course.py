@@ -17,13 +17,19 @@ class _Joining:
 
 
 class Course:
-    """Every rank takes the held-out positions first, then those from where training starts to the end."""
+    """Every rank takes the held-out positions first, then those from where training starts to the end.
+
+    `end` is the first position that is not taken any more: the plan's end, or an earlier one (`finish_early`).
+    """
 
     def __init__(self, plan: BatchPlan) -> None:
         self._plan = plan
         self.start: int | None = None
+        self.end = plan.positions
+        self._finished = False
         self.untouched = True
         self._next = [0] * plan.ranks
+        self._reached = 0  # the first position after all that were delivered since training started
         self._group = ""
         self._joining: _Joining | None = None
 
@@ -31,6 +37,11 @@ class Course:
     def first_row(self) -> int:
         """Index in the plan of the first row of all."""
         return self._first * self._plan.ranks
+
+    @property
+    def row_end(self) -> int:
+        """Index in the plan of the first row that is not taken any more."""
+        return self.end * self._plan.ranks
 
     @property
     def _first(self) -> int:
@@ -44,6 +55,26 @@ class Course:
         self.start = position
         self.untouched = True
         self._next = [self._first] * self._plan.ranks
+        self._reached = 0
+
+    def begin_again(self) -> None:
+        """Training starts once more where it started, and nothing was used up: nobody has a row any more."""
+        self._reached = 0
+
+    def delivered(self, position: int) -> None:
+        """Some rank has been given its row of this position."""
+        self._reached = max(self._reached, position + 1)
+
+    def finish_early(self) -> int:
+        """Ends the course after the last position that any rank was given since training started; returns its end.
+
+        The held-out positions, and what lies before the start, always belong to it. What was ended stays so, also
+        when training starts again; an end that has been said never moves.
+        """
+        if not self._finished:
+            self._finished = True
+            self.end = max(self._plan.held_out_positions, self.start or 0, self._reached)
+        return self.end
 
     def join(self, rank: int, position: int, group: str) -> bool | None:
         """One rank of a worker group says where it starts.
@@ -82,6 +113,8 @@ class Course:
             )
         if plan.held_out_positions <= position < self.start:
             raise ValueError(f"rank {rank} asks for position {position}, but training starts at {self.start}")
+        if position >= self.end:
+            raise ValueError(f"rank {rank} asks for position {position}, but training ends before {self.end}")
         return position * plan.ranks + rank
 
     def is_committed(self, row: int) -> bool:

@@ -43,12 +43,16 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One sample of a row: its states lie in the store, as `manifest` says. `key` is what to call it when lost."""
+    """One sample of a row: its states lie in the store, as `manifest` says. `key` is what to call it when lost.
+
+    `store` is the address of the master that the states are to be asked from; a reader joins it (`rejoin`) first.
+    """
 
     sample: int
     epoch: int
     key: str
     manifest: Mapping[str, Any]
+    store: str = ""
 
 
 @dataclass(slots=True)

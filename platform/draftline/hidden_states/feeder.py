@@ -6,49 +6,58 @@ One per cell. It hands out manifests only; the tensors go from the replicas to t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
 
 from draftline.errors import InputError, RunFailed
 from draftline.hidden_states.access import StoreAccess
 from draftline.hidden_states.capacity import StatesShape, store_capacity
 from draftline.hidden_states.entries import Delivery, Lease, WindowLimits
+from draftline.hidden_states.incidents import Incidents, LostPart
 from draftline.hidden_states.master import CLIENT_TTL_S
+from draftline.hidden_states.replicas import REJOIN_TIMEOUT_S, CaptureRefused, ReplicaLost, capture, rejoin
 from draftline.hidden_states.skip_list import read_skip_list, write_skip_list
 from draftline.hidden_states.store import StoreClient, StoreConfig, StoreUnavailable
+from draftline.hidden_states.watch import MASTER_WAIT_S, WATCH_S, MasterGone, master_restarts
 from draftline.hidden_states.window import Window
 from draftline.recipe.schema import HiddenStates
 from draftline.samples.plan import BatchPlan
 from draftline.telemetry.log import configure_logging
 
-# A replica that takes longer for one sample hangs.
-CAPTURE_TIMEOUT_S = 600.0
 # A manifest comes before its states are written; states that take longer were not written.
 ARRIVAL_S = 15.0
 ARRIVAL_POLL_S = 0.005
-WATCH_S = 1.0
+# When states are looked for that replicas still wrote for an earlier feeder: pauses since the start and each other.
+LATE_S = (5.0, 20.0, 60.0, 240.0)
 # A store that was restarted or lost a segment is itself again after this time.
 SETTLE_S = CLIENT_TTL_S + 2.0
+
+_MISSING = f"not in the store {ARRIVAL_S:g} s after the replica's answer"
 
 log = logging.getLogger(__name__)
 
 
 class ExtractionFailed(RunFailed):
-    """Extraction cannot go on: no replica lives, the store is gone, or too many samples had to be skipped."""
+    """Extraction cannot go on: no replica came in time, the store is gone, or too many samples had to be skipped."""
 
 
 class Feeder:
     """The actor's class, see `start_feeder`.
 
-    `replicas` are handles with `capture(key, token_ids) -> manifest` and `healthy()`; `key_prefix` is new in every
-    attempt at the run. With `master`, a Mooncake master that dies is started again. `skip_file` keeps what was given up
-    for a later attempt. Extraction begins with the first restart(), or at once at training position `begin_at`.
+    `replicas` are handles with `capture(key, token_ids) -> manifest`, `healthy()` and `rejoin(master_address)`;
+    `key_prefix` is new for every feeder. With `master`, a Mooncake master that dies is started again. `skip_file` keeps
+    what was given up for a later attempt. Extraction begins with the first restart(), or at once at training position
+    `begin_at`. When no replica is left, one may be added within `replica_wait_s` seconds.
+
+    The store is this feeder's alone: whatever lies there at the start is removed. `predecessors` are the key prefixes
+    of feeders that were killed: what replicas still write for them is removed as well.
     """
 
     def __init__(
@@ -63,11 +72,15 @@ class Feeder:
         master: Any = None,
         skip_file: str | None = None,
         begin_at: int | None = None,
+        replica_wait_s: float = 300.0,
+        predecessors: Sequence[str] = (),
     ) -> None:
         configure_logging()
         self._token_ids = token_ids
         self._states = states
-        self._replicas = {f"replica {number}": replica for number, replica in enumerate(replicas)}
+        self._numbers = itertools.count()
+        self._replicas = {self._new_name(): replica for replica in replicas}
+        self._replica_wait_s = replica_wait_s
         self._skip_file = Path(skip_file) if skip_file else None
         self._window = Window(
             plan,
@@ -82,11 +95,18 @@ class Feeder:
             read_skip_list(self._skip_file) if self._skip_file else None,
         )
         self._skips_written = len(self._window.skipped)
-        self._store = StoreAccess(StoreClient(store))
+        self._first_address = self._address = store.master_address
+        client = StoreClient(store)
+        if removed := client.clear():
+            log.warning("the store held %d objects of an earlier feeder; they were removed", removed)
+        self._store = StoreAccess(client)
+        self._incidents = Incidents()
+        self._master_missed = False
         self._captures: set[asyncio.Task[None]] = set()
         self._deletions: set[asyncio.Task[None]] = set()
         self._watches: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._groups: set[str] = set()
         self._problem: ExtractionFailed | None = None
         self._settled_at = 0.0
         self._answered_at: dict[str, float] = {}  # by key, of what is in the store
@@ -96,8 +116,11 @@ class Feeder:
             "store_restarts": 0,
             "window_peak_bytes": 0,
         }
+        self._master_watch: asyncio.Task[None] | None = None
         if master is not None:
-            self._begin(self._watch(master), self._watches)
+            self._master_watch = self._begin(self._watch(master), self._watches)
+        if predecessors:
+            self._begin(self._clear_late(predecessors), self._watches)
         if begin_at is not None:
             self._window.begin(begin_at)
             self._move()
@@ -107,20 +130,28 @@ class Feeder:
     async def restart(self, rank: int, position: int, group: str) -> None:
         """A train worker (re)starts at this training position. Returns once all ranks of its group have said so.
 
-        `group` is a text that the ranks of one start of the worker group share, and no other start ever had.
+        `group` is a text that the ranks of one start of the worker group share, and no other start ever had. After
+        finish_early() the end stays: a group that starts before it trains on up to it, one that starts at or behind it
+        gets its held-out rows only.
         """
         self._window.join(rank, position, group)
+        self._groups.add(group)
         self._move()
         while not self._window.has_begun(group):
             await self._change()
 
-    async def next_row(self, rank: int, position: int) -> list[Delivery]:
-        """The row's samples, once all their states are in the store; without those that were skipped."""
-        while True:
-            while (row := self._window.deliver(rank, position)) is None:
+    async def next_row(self, rank: int, position: int) -> list[Delivery] | None:
+        """The row's samples, once all their states are in the store; without those that were skipped.
+
+        None, at once, for a position that is left out because training ends early: see finish_early().
+        """
+        while not self._window.is_over(position):
+            row = self._window.deliver(rank, position)
+            if row is None:
                 await self._change()
-            if await self._arrived(row):
-                return row
+            elif await self._arrived(row):
+                return [replace(delivery, store=self._address) for delivery in row]
+        return None
 
     async def commit(self, rank: int, position: int) -> None:
         """The row has been trained on: its states leave the store, or stay for a later epoch.
@@ -139,20 +170,72 @@ class Feeder:
         """Delivered states cannot be read: they are captured again, and the row is to be asked for again."""
         if self._window.lost(key, reason, blameless=self._unsettled()):
             self._figures["lost_samples"] += 1
-            log.warning("hidden states %s are lost and captured again: %s", key, reason)
+            self._note("state", f"hidden states {key} are lost and captured again: {reason}")
         self._move()
 
     # What the driver calls
 
-    async def stats(self) -> dict[str, float]:
-        """Figures so far; bytes by state are of now."""
+    async def add_replica(self, replica: Any) -> str:
+        """A new replica takes part, and the window grows by its segment, at most to its first size; returns its name.
+
+        One that joined the store of a master that was replaced since is moved. Raises what that meets.
+        """
+        if self._address != self._first_address:
+            await replica.rejoin.remote(self._address)
+        name = self._new_name()
+        self._replicas[name] = replica
+        self._window.add_replica(name)
+        self._fit_budget(f"{name} was added")
+        log.info("%s was added", name)
+        self._move()
+        return name
+
+    async def attach_master(self, master: Any) -> None:
+        """Another Mooncake master, which has been started, takes the place of one that is gone.
+
+        Replicas move to its address when that is a new one, and readers with their next delivery. All that was stored
+        is captured again.
+        """
+        address = await master.address.remote()
+        if self._master_watch is not None:
+            self._master_watch.cancel()
+        self._settled_at = time.monotonic() + REJOIN_TIMEOUT_S + SETTLE_S
+        if address != self._address:
+            self._address = address
+            moves = [self._rejoin(name, replica) for name, replica in self._replicas.items()]
+            try:
+                await asyncio.gather(self._store.rejoin(address), *moves)
+            except StoreUnavailable as error:
+                raise self._fail(f"the store is gone: {error}") from error
+        await self._restarted(1, f"the Mooncake master was lost; another one took over, at {address}")
+        self._master_watch = self._begin(self._watch(master), self._watches)
+
+    async def finish_early(self) -> int:
+        """Training ends with the last position that any rank was given since it started; returns the one after it.
+
+        Rows before it are still delivered, also the held-out ones; for those behind, next_row() says None, and nothing
+        more of them is extracted. Calling it again changes nothing.
+        """
+        end = self._window.finish_early()
+        self._move()
+        return end
+
+    async def stats(self) -> dict[str, Any]:
+        """Figures so far; bytes by state are of now. `incidents` holds the newest (cause, text) of `incidents_total`.
+
+        The causes are "replica", "master" and "state"; each loss is one incident. `worker_starts` counts the worker
+        groups that have said where they start.
+        """
         by_state = {f"window_{state}_bytes": size for state, size in self._window.bytes_by_state().items()}
         return {
             **self._figures,
             **by_state,
             "window_budget_bytes": self._window.budget_bytes,
+            "worker_starts": len(self._groups),
             "skipped_samples": len(self._window.skipped),
             "replicas": len(self._window.replicas),
+            "incidents": self._incidents.newest(),
+            "incidents_total": self._incidents.total,
         }
 
     async def skipped(self) -> dict[tuple[int, int], str]:
@@ -185,7 +268,7 @@ class Feeder:
     def _lease(self, name: str) -> bool:
         lease = self._window.lease(name)
         if lease is not None:
-            self._begin(self._capture(name, lease), self._captures)
+            self._begin(self._capture(name, self._replicas[name], lease), self._captures)
         return lease is not None
 
     async def _change(self) -> None:
@@ -193,16 +276,26 @@ class Feeder:
             raise self._problem
         await self._changed.wait()
 
-    def _fail(self, problem: str) -> None:
+    def _fail(self, problem: str) -> ExtractionFailed:
+        """Everybody who waits is told; returns what they are told, which is the first problem of all."""
         self._problem = self._problem or ExtractionFailed(problem)
         self._changed.set()
         self._changed = asyncio.Event()
+        return self._problem
 
-    def _begin(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+    def _note(self, part: LostPart, text: str) -> None:
+        log.warning("%s", text)
+        self._incidents.add(part, text)
+
+    def _new_name(self) -> str:
+        return f"replica {next(self._numbers)}"
+
+    def _begin(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Nobody awaits the feeder's own tasks: what one of them did not expect ends the run, not the task alone."""
@@ -210,24 +303,17 @@ class Feeder:
             log.error("the feeder failed", exc_info=error)
             self._fail(f"the feeder failed: {type(error).__name__}: {error}")
 
-    async def _capture(self, name: str, lease: Lease) -> None:
+    async def _capture(self, name: str, replica: Any, lease: Lease) -> None:
         token_ids = self._token_ids[lease.sample]
         began = time.monotonic()
         try:
-            answer = self._replicas[name].capture.remote(lease.key, token_ids)
-            manifest = await asyncio.wait_for(answer, CAPTURE_TIMEOUT_S)
-        except RayActorError as error:
-            self._lose_replica(name, _last_line(error))
-        except TimeoutError:
-            ray.kill(self._replicas[name])  # what it would still write is wanted no more
-            self._lose_replica(name, f"no answer within {CAPTURE_TIMEOUT_S:g} s")
-        except RayError as error:
-            if await self._lives(name):
-                self._figures["failed_captures"] += 1
-                log.warning("capture %s failed: %s", lease.key, _last_line(error))
-                self._window.failed(lease.key, _last_line(error))
-            else:
-                self._lose_replica(name, _last_line(error))
+            manifest = await capture(replica, lease.key, token_ids)
+        except ReplicaLost as lost:
+            self._lose_replica(name, str(lost))
+        except CaptureRefused as refused:
+            self._figures["failed_captures"] += 1
+            self._note("state", f"capture {lease.key} failed: {refused}")
+            self._window.failed(lease.key, str(refused))
         else:
             self._window.stored(lease.key, manifest)
             self._answered_at[lease.key] = time.monotonic()
@@ -236,32 +322,49 @@ class Feeder:
             self._figures["capture_s"] += time.monotonic() - began
         self._move()
 
-    async def _lives(self, name: str) -> bool:
-        """Whether a replica that failed can go on: its actor and its engine both live."""
-        try:
-            return bool(await self._replicas[name].healthy.remote())
-        except RayError:
-            return False
-
     def _lose_replica(self, name: str, reason: str) -> None:
         """Goes on without a replica. What lay in its segment is captured again."""
         if name not in self._window.replicas:
             return
-        log.warning("%s is lost: %s", name, reason)
+        self._note("replica", f"{name} is lost: {reason}")
         self._figures["replicas_lost"] += 1
-        self._settled_at = time.monotonic() + SETTLE_S
+        self._settle()
         self._window.replica_lost(name)
-        left = len(self._window.replicas)
-        if not left:
-            self._fail(f"no target replica is left; {name}, the last one, was lost: {reason}")
+        del self._replicas[name]
+        if not self._replicas:
+            self._window.store_lost()  # no segment is left
+            self._begin(self._await_replica(f"{name}, the last one, was lost: {reason}"), self._watches)
             return
         self._begin(self._find_vanished(), self._watches)
-        capacity = store_capacity(self._states.segment_bytes, left)
-        if capacity < self._window.budget_bytes:
-            try:
-                self._window.shrink(capacity)
-            except InputError as error:
-                self._fail(f"{name} was lost ({reason}): {error}")
+        self._fit_budget(f"{name} was lost ({reason})")
+
+    def _fit_budget(self, why: str) -> None:
+        """The window follows the segments that there are."""
+        capacity = store_capacity(self._states.segment_bytes, len(self._replicas))
+        if capacity >= self._window.budget_bytes:
+            self._window.grow(capacity)
+            return
+        try:
+            self._window.shrink(capacity)
+        except InputError as error:
+            self._fail(f"{why}: {error}")
+
+    async def _await_replica(self, reason: str) -> None:
+        """Without any replica: waits for another one, but not for ever."""
+        lost, deadline = self._figures["replicas_lost"], time.monotonic() + self._replica_wait_s
+        while not self._replicas and self._figures["replicas_lost"] == lost:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                self._fail(f"no target replica is left, and none was added within {self._replica_wait_s:g} s; {reason}")
+                return
+            await asyncio.wait([asyncio.ensure_future(self._changed.wait())], timeout=left_s)
+
+    async def _rejoin(self, name: str, replica: Any) -> None:
+        """Moves a replica to the store's present address. One that cannot is lost."""
+        try:
+            await rejoin(replica, self._address)
+        except ReplicaLost as lost:
+            self._lose_replica(name, str(lost))
 
     async def _find_vanished(self) -> None:
         """Once the store knows that a segment is gone: looks for what was in it."""
@@ -274,14 +377,21 @@ class Feeder:
     async def _arrived(self, row: Sequence[Delivery]) -> bool:
         """Waits for states on their way into the store. False: some did not arrive, and are captured again."""
         keys = {str(delivery.manifest["handle"]): delivery.key for delivery in row}
-        deadline = max((self._answered_at.get(key, 0.0) for key in keys.values()), default=0.0) + ARRIVAL_S
-        missing = await self._store.missing(list(keys))
-        while missing and time.monotonic() < deadline:
-            await asyncio.sleep(ARRIVAL_POLL_S)
-            missing = await self._store.missing(missing)
-        for handle in missing:
-            await self.lost(keys[handle], f"not in the store {ARRIVAL_S:g} s after the replica's answer")
-        return not missing
+        restarts, missing = self._figures["store_restarts"], list(keys)
+        try:
+            while missing := await self._store.missing(missing):
+                # A store that was restarted meanwhile has lost what was there, and nothing more is written there.
+                restarted = self._figures["store_restarts"] != restarts
+                latest = time.monotonic() - ARRIVAL_S
+                late = [handle for handle in missing if restarted or self._answered_at.get(keys[handle], 0.0) <= latest]
+                for handle in late:
+                    await self.lost(keys[handle], _MISSING if not restarted else "the store was restarted")
+                if late:
+                    return False
+                await asyncio.sleep(ARRIVAL_POLL_S)
+        except StoreUnavailable as error:
+            raise self._fail(f"the store is gone: {error}") from error
+        return True
 
     async def _delete(self, leaving: Mapping[str, str]) -> None:
         try:
@@ -294,25 +404,43 @@ class Feeder:
             self._answered_at.pop(key, None)
         self._move()
 
+    async def _clear_late(self, key_prefixes: Sequence[str]) -> None:
+        """Removes what replicas still wrote for feeders that are gone."""
+        for pause_s in LATE_S:
+            await asyncio.sleep(pause_s)
+            for key_prefix in key_prefixes:
+                if removed := await self._store.clear_prefixed(key_prefix):
+                    log.warning("%d late objects of the earlier feeder %s were removed", removed, key_prefix)
+
     async def _watch(self, master: Any) -> None:
         """Has a master that died started again; all that was stored is then captured again."""
-        seen = await master.ensure.remote()
-        while True:
-            await asyncio.sleep(WATCH_S)
-            try:
-                restarts = await master.ensure.remote()
-            except RayError as error:
-                self._fail(f"the Mooncake master is gone: {_last_line(error)}")
-                return
-            if restarts == seen:
-                continue
-            log.warning("the Mooncake master died and was started again")
-            self._figures["store_restarts"] += restarts - seen
-            seen = restarts
-            self._settled_at = time.monotonic() + SETTLE_S
-            await asyncio.sleep(WATCH_S)  # replicas join the new master within a second
-            self._window.store_lost()
-            self._move()
+        try:
+            async for restarts in master_restarts(master, self._master_gone):
+                await self._restarted(restarts, "the Mooncake master died and was started again")
+        except MasterGone as error:
+            self._fail(str(error))
+
+    def _master_gone(self, problem: str) -> None:
+        self._master_missed = True
+        self._note("master", f"{problem}; another one may be attached within {MASTER_WAIT_S:g} s")
+        self._settled_at = time.monotonic() + MASTER_WAIT_S + SETTLE_S
+
+    async def _restarted(self, restarts: int, what: str) -> None:
+        """The store is empty, and its clients are about to be there again."""
+        if self._master_missed:  # one loss is one incident
+            log.warning("%s", what)
+        else:
+            self._note("master", what)
+        self._master_missed = False
+        self._figures["store_restarts"] += restarts
+        self._settle()
+        await asyncio.sleep(WATCH_S)  # replicas join a new master at the old address within a second
+        self._window.store_lost()
+        self._move()
+
+    def _settle(self) -> None:
+        """From now on losses are the store's fault for a while."""
+        self._settled_at = time.monotonic() + SETTLE_S
 
     def _unsettled(self) -> bool:
         """True while losses are the store's fault and not the samples'."""
@@ -332,10 +460,6 @@ class Feeder:
                 f"{len(skipped)} sample(s) could not be extracted, more than hidden_states.max_skipped_share "
                 f"({self._states.max_skipped_share}) allows; the first is sample {sample}: {reason}"
             )
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1]
 
 
 def start_feeder(*args: Any, **kwargs: Any) -> Any:

@@ -46,6 +46,12 @@ class Ledger:
         for keys in self._busy.values():
             keys.discard(key)
 
+    def add_replica(self, replica: str) -> None:
+        """A new replica takes part. ValueError for a name that a living one has."""
+        if replica in self._busy:
+            raise ValueError(f"there is a {replica} already")
+        self._busy[replica] = set()
+
     def drop_replica(self, replica: str) -> set[str]:
         """A replica died; returns the keys that it was capturing."""
         return self._busy.pop(replica, set())

@@ -29,18 +29,34 @@ class MasterProcess:
         self._ports: tuple[int, int] | None = None
         self._child: ChildProcess | None = None
 
-    def start(self) -> str:
-        """Starts the master and returns its address, `host:port`, once it answers. Raises ChildProcessFailed."""
+    def start(self, wanted: tuple[int, int] | None = None) -> str:
+        """Starts the master and returns its address, `host:port`, once it answers. Raises ChildProcessFailed.
+
+        One that has run before gets its ports again or does not start; otherwise `wanted` (RPC, metrics) are tried
+        first, then free ones.
+        """
         problem = ""
-        for _ in range(START_TRIES):
-            ports = self._ports or (_free_port(self._host), _free_port("127.0.0.1"))
+        for attempt in range(START_TRIES):
+            ports = self._ports or (wanted if attempt == 0 else None) or self._free_ports()
             self._child = ChildProcess(self._command(*ports), log_file=self._log_file)
             if _owns_ports(self._child, ports):
                 self._ports = ports
-                return f"{self._host}:{ports[0]}"
+                return self.address
             problem = self._child.log_tail() or f"it does not listen on its ports {ports}"
             self._child.stop()
         raise ChildProcessFailed(f"the Mooncake master does not start ({START_TRIES} tries); its log ends:\n{problem}")
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """RPC and metrics port. RuntimeError before the first start."""
+        if self._ports is None:
+            raise RuntimeError("the Mooncake master was never started: it has no ports yet")
+        return self._ports
+
+    @property
+    def address(self) -> str:
+        """What clients join: `host:port`. RuntimeError before the first start."""
+        return f"{self._host}:{self.ports[0]}"
 
     @property
     def pid(self) -> int | None:
@@ -56,6 +72,9 @@ class MasterProcess:
         if self._child is not None:
             self._child.stop()
             self._child = None
+
+    def _free_ports(self) -> tuple[int, int]:
+        return _free_port(self._host), _free_port("127.0.0.1")
 
     def _command(self, rpc_port: int, metrics_port: int) -> list[str]:
         flags = {
@@ -82,9 +101,20 @@ class MooncakeMaster:
         self._process = MasterProcess(Path(log_folder) / "mooncake_master.log", ray.util.get_node_ip_address())
         self._restarts = 0
 
-    def start(self) -> str:
-        """Starts the master; returns its address, `ip:port`."""
-        return self._process.start()
+    def start(self, ports: tuple[int, int] | None = None) -> str:
+        """Starts the master, at `ports` (RPC, metrics) when they are to be had; returns its address, `ip:port`.
+
+        The ports of a master that is gone spare its clients the way to a new address.
+        """
+        return self._process.start(ports)
+
+    def ports(self) -> tuple[int, int]:
+        """RPC and metrics port of the started master."""
+        return self._process.ports
+
+    def address(self) -> str:
+        """Address of the started master, `ip:port`."""
+        return self._process.address
 
     def ensure(self) -> int:
         """Starts the master again, at the same address, if it has died. Returns how often that happened.

@@ -24,6 +24,7 @@ class Retained:
                 self._uses[sample].append(index)
         self._kept: dict[int, tuple[int, Entry]] = {}
         self._order: list[tuple[int, int]] = []  # (next row, sample), increasing
+        self._row_end = len(plan.rows)
 
     @property
     def size_bytes(self) -> int:
@@ -38,7 +39,7 @@ class Retained:
         """Keeps the states of an entry whose row was committed. False: no later row wants them."""
         uses = self._uses[entry.sample]
         following = bisect.bisect_right(uses, entry.order[0])
-        if following == len(uses):
+        if following == len(uses) or uses[following] >= self._row_end:
             return False
         self._kept[entry.sample] = (uses[following], entry)
         bisect.insort(self._order, (uses[following], entry.sample))
@@ -63,6 +64,11 @@ class Retained:
             if use > row:
                 return self.take(sample)
         return None
+
+    def finish(self, row_end: int) -> list[Entry]:
+        """No row from `row_end` on is wanted any more: lets go of what is kept for those."""
+        self._row_end = min(self._row_end, row_end)
+        return self.drop([entry.key for use, entry in self._kept.values() if use >= row_end])
 
     def drop(self, keys: Iterable[str]) -> list[Entry]:
         """Lets go of the entries with these keys."""

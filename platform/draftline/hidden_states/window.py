@@ -48,6 +48,7 @@ class Window:
         self._course = Course(plan)
         self._retained = Retained(plan)
         self._ledger = Ledger(limits.budget_bytes, limits.concurrency, replicas)
+        self._first_budget_bytes = limits.budget_bytes
         self._attempt = self._last_attempt = 0
         self.starts = 0  # how often training has begun
         self._largest_bytes = max((self._position_bytes(position) for position in range(plan.positions)), default=0)
@@ -140,6 +141,10 @@ class Window:
             self._exit(entry)
             self._count_failure(entry, reason)
 
+    def add_replica(self, replica: str) -> None:
+        """A new replica takes part; its name is its own. ValueError for one that a living replica has."""
+        self._ledger.add_replica(replica)
+
     def replica_lost(self, replica: str) -> None:
         """A replica died: its captures are made by others."""
         for key in self._ledger.drop_replica(replica):
@@ -157,6 +162,7 @@ class Window:
         if any(entry.state in (State.PLANNED, State.LEASED) for entry in row.entries):
             return None
         row.delivered = True
+        self._course.delivered(position)
         there = [entry for entry in row.entries if entry.state is not State.SKIPPED]
         for entry in there:
             entry.state = State.DELIVERED
@@ -226,6 +232,10 @@ class Window:
         self._ledger.budget_bytes = min(self.budget_bytes, budget_bytes)
         self.store_lost()
 
+    def grow(self, budget_bytes: int) -> None:
+        """Raises the budget again, as when a segment was added; never above the window's first one."""
+        self._ledger.budget_bytes = max(self.budget_bytes, min(self._first_budget_bytes, budget_bytes))
+
     # Deletion
 
     def take_leaving(self) -> dict[str, str]:
@@ -245,6 +255,7 @@ class Window:
         """
         self.starts += 1
         if position == self._course.start and self._course.untouched:
+            self._course.begin_again()
             for row in self._rows.values():
                 row.delivered = False
             for entry in self._live.values():
@@ -266,6 +277,29 @@ class Window:
         """True once all ranks of the group have joined. ValueError when a newer group came instead."""
         return self._course.has_begun(group)
 
+    # Where training ends
+
+    def finish_early(self) -> int:
+        """Training ends after what any rank has been given by now; returns the first position that is left out.
+
+        What lies beyond is neither captured nor kept, see `is_over`. The end stays for a training that starts again;
+        one that starts at or behind it gets its held-out rows and no others.
+        """
+        end = self._course.finish_early()
+        row_end = self._course.row_end
+        for kept in self._retained.finish(row_end):
+            self._ledger.leave(kept.key, kept.handle)
+        for index in [index for index in self._rows if index >= row_end]:
+            for entry in self._rows.pop(index).entries:
+                self._drop(entry)
+        self._returned[:] = [(order, entry) for order, entry in self._returned if order[0] < row_end]
+        heapq.heapify(self._returned)
+        return end
+
+    def is_over(self, position: int) -> bool:
+        """True for a position that is left out because training ends before it."""
+        return self._course.end <= position < self._plan.positions
+
     # Inside
 
     def _forget(self) -> None:
@@ -286,7 +320,7 @@ class Window:
     def _fresh(self) -> Iterator[Entry]:
         """Entries from the cursor on; the cursor stays on the last one that was looked at."""
         index, place = self._cursor
-        while self._course.start is not None and index < len(self._plan.rows):
+        while self._course.start is not None and index < self._course.row_end:
             entries: Sequence[Entry] = () if self._course.is_committed(index) else self._open(index).entries
             for later in range(place, len(entries)):
                 self._cursor = (index, later)

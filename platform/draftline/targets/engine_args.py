@@ -19,11 +19,15 @@ CPU_CAPTURE_WORKER = "draftline.vllm_plugin.capture_worker.CaptureCPUWorker"
 CPU_DRAFT_WORKER = "draftline.vllm_plugin.worker.DSparkCPUWorker"
 
 
-def engine_environment(accelerator: Accelerator, threads: int) -> dict[str, str]:
-    """Environment of a process that holds an engine. It must be there before the process starts."""
+def engine_environment(accelerator: Accelerator, threads: int, *, batch_invariant: bool = False) -> dict[str, str]:
+    """Environment of a process that holds an engine. It must be there before the process starts.
+
+    `batch_invariant`: on a GPU, kernels whose results do not depend on what else is in the batch. vLLM has none for
+    CPUs; there, one request at a time does the same.
+    """
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if accelerator == "gpu":
-        return environment
+        return environment | ({"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {})
     environment |= {
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

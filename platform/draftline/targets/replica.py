@@ -33,6 +33,10 @@ class TargetReplica(Engine):
             raise RuntimeError(f"the engine returned no manifest for {key}")
         return completion.states | {"next_token_id": completion.token_ids[0]}
 
+    async def rejoin(self, master_address: str) -> None:
+        """Has the engine's writers join the store of a master at another address."""
+        await self.call_workers("rejoin_store", master_address)
+
     async def set_threads(self, threads: int) -> None:
         """CPU threads of the engine from now on: all cores while it works alone, fewer beside the trainer."""
         await self.call_workers("set_threads", threads)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -19,3 +21,10 @@ class WorkerExtension:
         # vLLM's CPU worker replaces torch.set_num_threads by a function that only warns.
         torch._C.set_num_threads(threads)
         return before
+
+    def rejoin_store(self, master_address: str) -> None:
+        """Move what this engine writes hidden states to, and offers memory to, to another Mooncake master's store."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector: Any = get_kv_transfer_group()  # hidden_states.connector.HiddenStatesConnector
+        connector.rejoin_store(master_address)

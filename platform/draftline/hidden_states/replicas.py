@@ -1,0 +1,62 @@
+"""What a feeder asks of a target replica, and what a failure means: the replica is lost, or only this one capture."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+# A replica that takes longer for one sample hangs.
+CAPTURE_TIMEOUT_S = 600.0
+# How long a replica may take to move to another master.
+REJOIN_TIMEOUT_S = 60.0
+
+
+class ReplicaLost(RuntimeError):
+    """The replica is dead, was killed because it hung, or its engine does not go on; the text says why."""
+
+
+class CaptureRefused(RuntimeError):
+    """The replica lives, but could not capture this sample; the text says why."""
+
+
+async def capture(replica: Any, key: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    """The manifest of the sample's hidden states. Raises ReplicaLost or CaptureRefused."""
+    try:
+        return await asyncio.wait_for(replica.capture.remote(key, token_ids), CAPTURE_TIMEOUT_S)
+    except RayActorError as error:
+        raise ReplicaLost(last_line(error)) from error
+    except TimeoutError as error:
+        ray.kill(replica)  # what it would still write is wanted no more
+        raise ReplicaLost(f"no answer within {CAPTURE_TIMEOUT_S:g} s") from error
+    except RayError as error:
+        problem = CaptureRefused if await _lives(replica) else ReplicaLost
+        raise problem(last_line(error)) from error
+
+
+async def rejoin(replica: Any, master_address: str) -> None:
+    """Moves the replica's segment to another master. Raises ReplicaLost; what cannot move is killed."""
+    try:
+        await asyncio.wait_for(replica.rejoin.remote(master_address), REJOIN_TIMEOUT_S)
+    except TimeoutError as error:
+        ray.kill(replica)
+        raise ReplicaLost(f"it did not move to another master within {REJOIN_TIMEOUT_S:g} s") from error
+    except RayError as error:
+        ray.kill(replica)
+        raise ReplicaLost(f"it cannot move to another master: {last_line(error)}") from error
+
+
+def last_line(error: Exception) -> str:
+    """The end of an error's text: what an actor raised, without Ray's traceback."""
+    return str(error).strip().splitlines()[-1]
+
+
+async def _lives(replica: Any) -> bool:
+    """Whether a replica that failed can go on: its actor and its engine both live."""
+    try:
+        return bool(await replica.healthy.remote())
+    except RayError:
+        return False
