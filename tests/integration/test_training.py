@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +19,7 @@ from draftline.training.forward import forward_row, loss_arguments
 from draftline.training.loop import LoopSettings, Trainer
 from draftline.training.model import ATTENTION, DraftModel, build_draft
 from draftline.training.records import History
+from draftline.training.reproducible import make_reproducible
 from draftline.training.rows import Packing, SampleStates, pack_row
 from draftline.training.walk import draft_choices, walk, walk_estimate
 from states import TinyTarget, tiny_samples
@@ -33,7 +38,7 @@ def target(tiny_target: Path) -> TinyTarget:
 
 @pytest.fixture(scope="module")
 def samples(target: TinyTarget) -> list[SampleStates]:
-    return tiny_samples(target, 14, TAP_LAYERS)
+    return [replace(s, number=100 + place) for place, s in enumerate(tiny_samples(target, 14, TAP_LAYERS))]
 
 
 def make_draft(target: Path, *, kept: Sequence[int] | None = KEPT, seed: int = 1, **fields: object) -> DraftModel:
@@ -46,31 +51,46 @@ def packing(model: DraftModel) -> Packing:
 
 
 class Rows:
-    """A row source over samples in memory; it can be killed at a step."""
+    """A row source over samples in memory; it can be killed at a step, or end there."""
 
-    def __init__(self, samples: Sequence[SampleStates], die_at: int | None = None) -> None:
-        self._samples, self._die_at = samples, die_at
+    def __init__(
+        self, samples: Sequence[SampleStates], die_at: int | None = None, end_at: int | None = None, first: int = 0
+    ) -> None:
+        self._samples, self._die_at, self._end_at, self._first = samples, die_at, end_at, first
         self.committed: list[int] = []
 
-    def row(self, step: int) -> Sequence[SampleStates]:
+    def row(self, step: int) -> Sequence[SampleStates] | None:
         if step == self._die_at:
             raise KeyboardInterrupt
+        if step == self._end_at:
+            return None
         if step == 3 or not self._samples:
             return []  # a padding row
-        return [self._samples[(3 * step + offset) % len(self._samples)] for offset in range(3)]
+        return [self._samples[(self._first + 3 * step + offset) % len(self._samples)] for offset in range(3)]
 
     def commit(self, step: int) -> None:
         self.committed.append(step)
 
 
-def trainer(model: DraftModel, folder: Path, name: str = "adamw", **settings: int) -> Trainer:
+def numbers(rows: Rows) -> list[list[int]]:
+    return [[sample.number for sample in rows.row(step) or ()] for step in range(STEPS)]
+
+
+def trainer(model: DraftModel, folder: Path, name: str = "adamw", saved: Any = None, **settings: int) -> Trainer:
     recipe = Training(
         max_anchors=32,
         evaluate_every_steps=4,
         checkpoint_every_steps=4,
         optimizer=Optimizer(name=name, lr=5e-3),  # type: ignore[arg-type]
     )
-    return Trainer(model, recipe, LoopSettings(STEPS, 5, **settings), CheckpointFolder(folder, {"recipe": "r"}))  # type: ignore[arg-type]
+    checkpoints = CheckpointFolder(folder, {"recipe": "r"})
+    return Trainer(
+        model,
+        recipe,
+        LoopSettings(STEPS, 5, **settings),  # type: ignore[arg-type]
+        checkpoints,
+        saved=saved or (lambda *_: None),
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +178,59 @@ def test_training_learns_and_a_killed_training_resumes_bit_for_bit(
         assert torch.equal(weight, trainable_state(resumed)[weight_name]), weight_name
     assert resumed_history.evaluations == history.evaluations
     assert losses(resumed_history) == losses(history)
+    assert list(history.consumed) == [[row] for row in numbers(Rows(train))]
+    assert resumed_history.consumed == history.consumed
     assert [folder.name for folder in sorted((tmp_path / "killed").iterdir())] == ["step-00000008", "step-00000012"]
+
+
+@pytest.mark.parametrize("end_at", [0, 5, 8])
+def test_a_training_that_ends_early_goes_on_as_if_it_had_not(
+    tiny_target: Path, samples: list[SampleStates], tmp_path: Path, end_at: int
+) -> None:
+    train, held_out = samples[:-2], [samples[-2:]]
+    whole = make_draft(tiny_target)
+    history = trainer(whole, tmp_path / "whole").run(Rows(train), held_out)
+
+    saves: list[int] = []
+    first = trainer(make_draft(tiny_target), tmp_path / "early", saved=lambda step, _: saves.append(step))
+    early = first.run(Rows(train, end_at=end_at), held_out)
+    assert first.stopped_at == end_at
+    assert saves == sorted({*(step for step in (4, 8) if step <= end_at), end_at})  # none is written twice
+    assert len(early.consumed) == len(early.steps) == end_at
+
+    resumed = make_draft(tiny_target, seed=99)
+    second = trainer(resumed, tmp_path / "early")
+    again = second.run(Rows(train), held_out)
+    assert (second.start_step, second.stopped_at) == (end_at, None)
+    for name, weight in trainable_state(whole).items():
+        assert torch.equal(weight, trainable_state(resumed)[name]), name
+    assert again.evaluations == history.evaluations
+    assert losses(again) == losses(history)
+    assert again.consumed == history.consumed
+
+
+def test_nothing_but_torch_s_seeded_generator_is_drawn_from(tiny_target: Path, samples: list[SampleStates]) -> None:
+    model = make_draft(tiny_target)
+    row, arguments = pack_row(samples[:3], packing(model)), loss_arguments(Loss(), "cpu")
+    optimizer = torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], lr=1e-2)
+    others = random.getstate(), np.random.get_state()[1].tolist()
+    found = []
+    for disturbance in (1, 2):
+        torch.manual_seed(disturbance)
+        loss, _ = forward_row(model, row, arguments, max_anchors=8, fixed_anchors=False, seed=3, device=CPU)
+        drawn = torch.random.get_rng_state()
+        loss.backward()
+        found.append(
+            (loss.item(), {name: w.grad.clone() for name, w in model.named_parameters() if w.grad is not None})
+        )
+        if disturbance == 2:
+            optimizer.step()
+        assert torch.equal(drawn, torch.random.get_rng_state())  # neither the backward pass nor the optimiser draws
+        optimizer.zero_grad()
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == others
+    assert found[0][0] == found[1][0]
+    for name, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][name]), name
 
 
 def losses(history: History) -> list[float]:
@@ -173,7 +245,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_foreign_one_refused(
     shutil.copytree(tmp_path, tmp_path / "copy", ignore=shutil.ignore_patterns("copy"))
     weights = tmp_path / "step-00000008" / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    assert trainer(make_draft(tiny_target), tmp_path).start_step == 4
+    checkpoints = CheckpointFolder(tmp_path, {"recipe": "r"})
+    again = Trainer(make_draft(tiny_target), Training(), LoopSettings(STEPS, 5), checkpoints)
+    assert again.start_step == 4
+    assert checkpoints.damaged == ["step-00000008: weights.safetensors has other bytes"]
     other = CheckpointFolder(tmp_path / "copy", {"recipe": "another"})
     with pytest.raises(CheckpointDiffers, match="another"):
         Trainer(make_draft(tiny_target), Training(), LoopSettings(STEPS, 5), other)
@@ -187,6 +262,42 @@ def rank_part(rank: int, target: Path, folder: Path, samples: list[SampleStates]
     trainer(model, folder / "checkpoints", rank=rank, ranks=2).run(rows, [samples[:2]])
     torch.save(trainable_state(model), folder / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+def rank_resumes(rank: int, target: Path, folder: Path, samples: list[SampleStates]) -> None:
+    """Trains without a fault, then once more with a death on all ranks, from whose checkpoint it goes on."""
+    make_reproducible(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=3)
+    held_out = [samples[:2]]
+
+    def part(name: str, seed: int, die_at: int | None = None) -> Trainer:
+        model = make_draft(target, seed=seed)
+        one = trainer(model, folder / name, rank=rank, ranks=3)
+        try:
+            history = one.run(Rows(samples[2:], die_at, first=4 * rank), held_out)
+        except KeyboardInterrupt:
+            return one
+        torch.save(trainable_state(model), folder / f"{name}-{rank}.pt")
+        if rank == 0:
+            expected = [numbers(Rows(samples[2:], first=4 * other)) for other in range(3)]
+            assert list(history.consumed) == [list(step) for step in zip(*expected, strict=True)]
+        return one
+
+    part("whole", 1)
+    part("killed", 1, die_at=10)
+    assert part("killed", 99).start_step == 8
+    torch.distributed.destroy_process_group()
+
+
+def test_three_ranks_that_are_killed_resume_bit_for_bit(
+    tiny_target: Path, samples: list[SampleStates], tmp_path: Path
+) -> None:
+    torch.multiprocessing.spawn(rank_resumes, (tiny_target, tmp_path, samples), nprocs=3)
+    whole, killed = (torch.load(tmp_path / f"{name}-0.pt") for name in ("whole", "killed"))
+    other = torch.load(tmp_path / "killed-2.pt")
+    for name, weight in whole.items():
+        assert torch.equal(killed[name], weight), name
+        assert torch.equal(other[name], weight), name
 
 
 def test_two_ranks_end_alike_and_a_rank_without_samples_changes_nothing(

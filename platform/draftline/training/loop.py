@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from draftline.recipe.schema import Training
-from draftline.training.checkpoint import CheckpointFolder
+from draftline.training.checkpoint import CheckpointFolder, Restored
 from draftline.training.forward import MetricSums, forward_row, loss_arguments, row_seed
 from draftline.training.model import Accelerator, DraftModel
 from draftline.training.optimizer import Optimizers, build_optimizers
@@ -29,8 +29,11 @@ EVALUATION_SEED = 7_777_777
 class RowSource(Protocol):
     """Where a rank's rows come from."""
 
-    def row(self, step: int) -> Sequence[SampleStates]:
-        """The rank's row of a step; waits for it. Steps are asked for in order, from where training (re)starts."""
+    def row(self, step: int) -> Sequence[SampleStates] | None:
+        """The rank's row of a step; waits for it. Steps are asked for in order, from where training (re)starts.
+
+        None: training ends before this step, for every rank alike.
+        """
 
     def commit(self, step: int) -> None:
         """The row of this step has been used: its hidden states are needed no more."""
@@ -61,7 +64,11 @@ def packing_of(model: DraftModel, recipe: Training, accelerator: Accelerator) ->
 
 
 class Trainer:
-    """One rank's training: `run` goes from the newest checkpoint, or from the start, to the last step."""
+    """One rank's training: `run` goes from the newest checkpoint, or from the start, to the last step.
+
+    Several ranks need torch's process group before this is made. `saved(step, history)` is called on every rank after
+    each checkpoint, `report(figures)` after each step.
+    """
 
     def __init__(
         self,
@@ -70,8 +77,10 @@ class Trainer:
         settings: LoopSettings,
         checkpoints: CheckpointFolder,
         report: Callable[[dict[str, Any]], None] = lambda _: None,
+        saved: Callable[[int, History], None] = lambda *_: None,
     ) -> None:
-        self._recipe, self._settings, self._checkpoints, self._report = recipe, settings, checkpoints, report
+        self._recipe, self._settings, self._checkpoints = recipe, settings, checkpoints
+        self._report, self._saved = report, saved
         self._device = torch.device(settings.device)
         self._draft = model
         nn.Module.to(model, self._device)
@@ -80,26 +89,50 @@ class Trainer:
         self._optimizers: Optimizers = build_optimizers(model, recipe.optimizer)
         self._trainable = [weight for weight in model.parameters() if weight.requires_grad]
         self._history = History()
+        self._used: list[list[int]] = []  # this rank's sample numbers by step, since the last checkpoint
+        self._saved_step: int | None = None
         self.start_step = 0
-        restored = checkpoints.restore(model, self._optimizers)
+        self.stopped_at: int | None = None  # steps done when training was asked to end early
+        restored = self._restore(model)
         if restored is not None:
             self.start_step, self._history = restored.step, History.from_dict(restored.history)
+            self._saved_step = restored.step
         # Every rank has read the same checkpoint or drawn the same weights; DDP checks and broadcasts them anyway.
         self._model: nn.Module = model
         if settings.ranks > 1:
-            self._model = DistributedDataParallel(model, broadcast_buffers=False)
+            # DDP would reorder its buckets after the first step, and with them the order of sums over three or more
+            # ranks: a resumed training would differ in the last bits. Looking for unused parameters keeps the order.
+            self._model = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
+
+    def _restore(self, model: DraftModel) -> Restored | None:
+        """Rank 0 chooses the checkpoint: the others may see older ones on their machines."""
+        rank, ranks = self._settings.rank, self._settings.ranks
+        restored = self._checkpoints.restore(model, self._optimizers) if rank == 0 else None
+        if ranks > 1:
+            chosen = [None if restored is None else restored.step]
+            torch.distributed.broadcast_object_list(chosen, src=0)
+            if rank > 0 and chosen[0] is not None:
+                restored = self._checkpoints.restore(model, self._optimizers, chosen[0])
+        return restored
 
     def run(self, rows: RowSource, held_out_rows: Sequence[Sequence[SampleStates]]) -> History:
-        """Trains to the last step; returns the records, which every rank has for itself.
+        """Trains to the last step, or to where the rows end; returns the records, which every rank has for itself.
 
-        `held_out_rows` are this rank's; every evaluation goes over them with the same anchors.
+        `held_out_rows` are this rank's; every evaluation goes over them with the same anchors. A training that ends
+        early leaves a checkpoint and no further evaluation, so that it resumes as if it had never ended.
         """
         held_out = [pack_row(samples, self._packing) for samples in held_out_rows]
         if not self._history.evaluations:
             self._evaluate(0, held_out)
             self._tell(0)
         for step in range(self.start_step, self._settings.steps):
-            self._history.steps.append(self._step(step, rows))
+            record = self._step(step, rows)
+            if record is None:
+                self.stopped_at = step
+                if self._saved_step != step:
+                    self._save(step)
+                break
+            self._history.steps.append(record)
             done = step + 1
             last = done == self._settings.steps
             if last or done % self._recipe.evaluate_every_steps == 0:
@@ -120,9 +153,13 @@ class Trainer:
             update["eal_held_out"] = self._history.evaluations[-1].eal
         self._report(update)
 
-    def _step(self, step: int, rows: RowSource) -> StepRecord:
+    def _step(self, step: int, rows: RowSource) -> StepRecord | None:
+        """One step; None when there is no row for it."""
         began = time.perf_counter()
         samples = rows.row(step)
+        if samples is None:
+            return None
+        self._used.append([sample.number for sample in samples])
         waited = time.perf_counter()
         row = pack_row(samples, self._packing)
         self._model.train()
@@ -184,10 +221,24 @@ class Trainer:
         self._history.evaluations.append(record)
 
     def _save(self, done: int) -> None:
+        gathered = self._gather()
         if self._settings.rank == 0:
+            for by_rank in zip(*gathered, strict=True):
+                self._history.consumed.append(by_rank)
             self._checkpoints.save(done, self._draft, self._optimizers, self._history.as_dict())
         if self._settings.ranks > 1:
             torch.distributed.barrier()
+        self._saved_step = done
+        self._saved(done, self._history)
+
+    def _gather(self) -> list[list[list[int]]]:
+        """For every rank the sample numbers of its steps since the last checkpoint; nothing on other ranks than 0."""
+        used, self._used = self._used, []
+        if self._settings.ranks == 1:
+            return [used]
+        gathered: list[Any] | None = [None] * self._settings.ranks if self._settings.rank == 0 else None
+        torch.distributed.gather_object(used, gathered, dst=0)
+        return gathered or []
 
 
 def _mean(metrics: dict[str, Tensor], name: str) -> float:

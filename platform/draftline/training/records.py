@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from draftline.storage.files import write_text_atomic
+from draftline.training.trajectory import Trajectory
 
 WARM_UP_SHARE, WARM_UP_STEPS = 0.1, 5
 
@@ -47,20 +52,30 @@ class EvaluationRecord:
 
 @dataclass(slots=True)
 class History:
-    """All records of a training so far; travels in its checkpoints."""
+    """All records of a training so far; travels in its checkpoints.
+
+    `steps` are of one rank; `consumed` is of all ranks, up to the last checkpoint, and kept by rank 0.
+    """
 
     steps: list[StepRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
+    consumed: Trajectory = field(default_factory=Trajectory)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"steps": [asdict(step) for step in self.steps], "evaluations": [asdict(e) for e in self.evaluations]}
+        """Plain values, for JSON; `consumed`: for every step a list over ranks of sample numbers in row order."""
+        return {
+            "steps": [asdict(step) for step in self.steps],
+            "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
+            "consumed": list(self.consumed),
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> History:
         """The inverse of `as_dict`."""
         return cls(
-            [StepRecord(**step) for step in values["steps"]], [EvaluationRecord(**e) for e in values["evaluations"]]
+            [StepRecord(**step) for step in values["steps"]],
+            [EvaluationRecord(**evaluation) for evaluation in values["evaluations"]],
+            Trajectory(values["consumed"]),
         )
 
     def figures(self) -> dict[str, float]:
@@ -79,6 +94,15 @@ class History:
             "data_wait_share": data_wait_share(self.steps),
             "step_s": sum(step.total_s for step in self.steps) / max(len(self.steps), 1),
         }
+
+
+def write_history(path: Path, history: Mapping[str, Sequence[Any]]) -> None:
+    """Writes what `History.as_dict` returned as JSON, whole or not at all, one record a line."""
+    parts = [
+        f"{json.dumps(name)}: [\n" + ",\n".join(json.dumps(record, separators=(",", ":")) for record in records) + "\n]"
+        for name, records in history.items()
+    ]
+    write_text_atomic(path, "{" + ",\n".join(parts) + "}\n")
 
 
 def data_wait_share(steps: Sequence[StepRecord]) -> float:

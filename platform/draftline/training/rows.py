@@ -16,6 +16,7 @@ class SampleStates:
     hidden_states: Tensor  # [T, taps + 1, H]; the last entry is the target's last layer, before its final norm
     token_ids: Tensor  # [T]
     prompt_tokens: int
+    number: int = -1  # the sample's in the run; -1: none of the plan's
 
 
 @dataclass(frozen=True, slots=True)

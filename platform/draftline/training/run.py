@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftline.training.failures import TrainingFailed, cause_of, one_line, origin
 from draftline.training.spec import TrainingResult, TrainingSpec
 
 if TYPE_CHECKING:
     from ray.train import ScalingConfig
 
 CONTROLLER_FAILURES = 3
+KEPT_POINTERS = 2
 
 
-def run_training(spec: TrainingSpec, storage: Path, *, max_failures: int = 0) -> TrainingResult:
+def run_training(
+    spec: TrainingSpec,
+    storage_path: str,
+    storage_filesystem: Any = None,
+    *,
+    attempt: str = "0",
+    max_failures: int = 0,
+) -> TrainingResult:
     """Trains the draft; blocks until done. Ray must be connected.
 
-    `storage` is Ray Train's own folder. Failed workers are started again `max_failures` times, from the newest
-    checkpoint. It imports torch (Ray Train's torch backend does): a driver calls it through `training_actor`.
-    Raises `ray.train.TrainingFailedError`.
+    `storage_path` is Ray Train's own place, on `storage_filesystem` (pyarrow's; None: a local folder). `attempt` must
+    be new each time: Ray Train would go on with what it finds under its old name, and refuse to start where a
+    checkpoint that it knows is gone. Failed workers are started again `max_failures` times, from the newest checkpoint,
+    when that can help (see `failures.is_final`). It imports torch (Ray Train's torch backend does): a driver calls it
+    through `training_actor`. Raises `TrainingFailed`, from what Ray Train raised.
     """
-    from ray.train import FailureConfig, RunConfig
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    from draftline.training.fail_fast import FailFast
     from draftline.training.worker import train_worker
 
     # The controller's own failures, such as a placement that cannot be had, would be tried again for ever.
@@ -36,12 +47,18 @@ def run_training(spec: TrainingSpec, storage: Path, *, max_failures: int = 0) ->
         scaling_config=_scaling(spec, gpu),
         torch_config=TorchConfig(backend="nccl" if gpu else "gloo"),
         run_config=RunConfig(
-            name=f"{spec.recipe.run_id}-train",
-            storage_path=str(storage.resolve()),
+            name=f"{spec.recipe.run_id}-train-{attempt}",
+            storage_path=str(storage_path),
+            storage_filesystem=storage_filesystem,
             failure_config=failures,
+            checkpoint_config=CheckpointConfig(num_to_keep=KEPT_POINTERS),
+            callbacks=[FailFast()],  # type: ignore[list-item] # of Ray Train's second version
         ),
     )
-    returned = trainer.fit().return_value  # type: ignore[attr-defined] # of Ray Train's second version
+    try:
+        returned = trainer.fit().return_value  # type: ignore[attr-defined] # of Ray Train's second version
+    except TrainingFailedError as error:
+        raise TrainingFailed(cause_of(error), one_line(origin(error))) from error
     if returned is None:
         raise RuntimeError("the train workers ended without a result")
     return TrainingResult(**returned)
@@ -59,16 +76,23 @@ def _scaling(spec: TrainingSpec, gpu: bool) -> ScalingConfig:
 class _TrainingDriver:
     """Holds `run_training` in a process of its own, so that the run's driver never imports torch."""
 
-    def run(self, spec: TrainingSpec, storage: Path, max_failures: int = 0) -> TrainingResult:
+    def run(
+        self,
+        spec: TrainingSpec,
+        storage_path: str,
+        storage_filesystem: Any = None,
+        attempt: str = "0",
+        max_failures: int = 0,
+    ) -> TrainingResult:
         """See `run_training`."""
-        return run_training(spec, storage, max_failures=max_failures)
+        return run_training(spec, storage_path, storage_filesystem, attempt=attempt, max_failures=max_failures)
 
     def stop(self) -> None:
         """Nothing to end: the worker group belongs to this actor's process and dies with it."""
 
 
 def training_actor() -> Any:
-    """A started actor with `run(spec, storage, max_failures)`; it takes no CPU of Ray's count."""
+    """A started actor with `run(...)`, as `run_training`; it takes no CPU of Ray's count."""
     import ray
 
     return ray.remote(_TrainingDriver).options(num_cpus=0, max_restarts=0).remote()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any] | None:
     import torch
 
     from draftline.hidden_states.store import StatesReader
+    from draftline.training.announce import Announcer
     from draftline.training.checkpoint import CheckpointFolder
     from draftline.training.feeding import FeederRows
     from draftline.training.loop import LoopSettings, Trainer
     from draftline.training.model import build_draft
+    from draftline.training.reproducible import make_reproducible
 
     spec = config["spec"]
     recipe, training = spec.recipe, spec.recipe.training
@@ -30,18 +33,30 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any] | None:
     context = ray.train.get_context()
     rank, ranks = context.get_world_rank(), context.get_world_size()
     if accelerator == "cpu":
-        torch.set_num_threads(training.threads)
+        make_reproducible(training.threads)
     began = time.perf_counter()
     model = build_draft(
         recipe.draft, Path(spec.target), spec.kept_tokens, spec.mask_token_id, accelerator=accelerator, seed=recipe.seed
     )
     device = str(ray.train.torch.get_device())
+    if accelerator == "gpu":
+        torch.cuda.set_device(device)  # collectives of Python objects go through the current one
     settings = LoopSettings(spec.steps, recipe.seed, accelerator, device, rank, ranks)
-    checkpoints = CheckpointFolder(Path(spec.checkpoints), spec.provenance.identity(recipe.seed))
-    trainer = Trainer(model, training, settings, checkpoints, _reporter(spec.progress, rank))
+    identity = spec.provenance.identity(recipe.seed)
+    checkpoints = CheckpointFolder(Path(spec.checkpoints), identity, spec.workspace)
+    announcer = Announcer(_where(spec), rank, ranks)
+    trainer = Trainer(
+        model,
+        training,
+        settings,
+        checkpoints,
+        _reporter(spec.progress, rank),
+        lambda step, history: announcer.checkpoint(step, _metrics(step, history)),
+    )
+    damaged = list(checkpoints.damaged)
     rows = FeederRows(
         spec.feeder,
-        lambda: StatesReader(spec.store),
+        lambda address: StatesReader(replace(spec.store, master_address=address)),
         spec.prompt_tokens,
         group=_worker_group(),
         rank=rank,
@@ -49,22 +64,37 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any] | None:
         steps=spec.steps,
         held_out_positions=spec.held_out_positions,
         prefetch=training.prefetch_rows,
+        token_digests=spec.token_digests,
     )
     ready = time.perf_counter()
     try:
         history = trainer.run(rows, rows.held_out())
     finally:
         rows.close()
-    figures = history.figures()
-    ray.train.report({"eal_held_out": figures["eal_held_out"], "steps": spec.steps})
+    done = spec.steps if trainer.stopped_at is None else trainer.stopped_at
+    announcer.end(_metrics(done, history))
     if rank != 0:
         return None
     return {
-        "figures": figures,
+        "figures": history.figures(),
         "history": history.as_dict(),
         "resumed_from": trainer.start_step,
         "seconds": {"set_up": ready - began, "training": time.perf_counter() - ready},
+        "stopped_at": trainer.stopped_at,
+        "damaged_checkpoints": damaged,
     }
+
+
+def _metrics(step: int, history: Any) -> dict[str, float]:
+    return {"steps": step, "eal_held_out": history.evaluations[-1].eal}
+
+
+def _where(spec: Any) -> dict[str, str]:
+    """Where the checkpoints are, for Ray Train's pointers to them."""
+    where = {"folder": spec.checkpoints}
+    if spec.workspace is not None:
+        where |= {"store": spec.workspace.store.url, "name": spec.workspace.name(Path(spec.checkpoints))}
+    return where
 
 
 def _worker_group() -> str:

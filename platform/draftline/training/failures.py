@@ -1,0 +1,104 @@
+"""What ended a training: the part that was lost, told from the error that came out of it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from draftline.errors import RunFailed
+
+Lost = Literal["workers", "feeder", "master", "store", "stage"]
+
+# Ray Train's own words for workers that died or never came up, and torch's for a rank that no longer answers.
+_WORKER_DEATHS = {
+    "WorkerHealthCheckFailedError",
+    "WorkerHealthCheckTimeoutError",
+    "WorkerGroupStartupFailedError",
+    "WorkerGroupStartupTimeoutError",
+    "PreemptionError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+}
+_GLOO = "gloo/transport"  # in what gloo raises, a plain RuntimeError, when another rank has died
+_ORDER: tuple[Lost, ...] = ("feeder", "store", "master", "workers")
+
+
+class FeederGone(RunFailed):
+    """The feeder's actor is dead or cannot be reached: a new one is needed, and a new start of the train workers."""
+
+
+class TrainingFailed(RunFailed):
+    """A training ended without a result; `lost` is the part that it lost, `problem` what that part said last."""
+
+    def __init__(self, lost: Lost, problem: str) -> None:
+        super().__init__(lost, problem)
+        self.lost = lost
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"training failed ({self.lost}): {self.problem}"
+
+
+def cause_of(error: BaseException) -> Lost:
+    """The part whose loss ended the training; `stage` when none was lost: a mistake, bad input, a check that failed.
+
+    When several ranks failed, the loss that explains the others counts: without a feeder all ranks end, and one rank
+    that dies takes its neighbours' connections along.
+    """
+    found = {lost for each in _chain(error) if (lost := _lost(each)) is not None}
+    return next((lost for lost in _ORDER if lost in found), "stage")
+
+
+def origin(error: BaseException) -> BaseException:
+    """The error that `cause_of` judged by; the innermost one where no part was lost."""
+    lost, errors = cause_of(error), list(_chain(error))
+    return next((each for each in errors if _lost(each) == lost), errors[-1])
+
+
+def is_final(error: BaseException) -> bool:
+    """True when starting the train workers again cannot help: other parts must come first, or nothing helps."""
+    return cause_of(error) in ("feeder", "store", "master") or any(isinstance(e, RunFailed) for e in _chain(error))
+
+
+def one_line(error: BaseException) -> str:
+    """Type and message of an error, without the traceback that Ray puts into it."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+
+
+def _lost(error: BaseException) -> Lost | None:
+    from ray import exceptions
+
+    from draftline.hidden_states.store import StoreUnavailable
+    from draftline.storage.store import DiskFull, StoreFailed
+
+    if isinstance(error, TrainingFailed):
+        return None if error.lost == "stage" else error.lost
+    if isinstance(error, FeederGone):
+        return "feeder"
+    if isinstance(error, StoreFailed | DiskFull):
+        return "store"
+    if isinstance(error, StoreUnavailable):
+        return "master"
+    if isinstance(error, exceptions.RayActorError | exceptions.WorkerCrashedError | exceptions.NodeDiedError):
+        return "workers"
+    if isinstance(error, exceptions.OutOfMemoryError) or type(error).__name__ in _WORKER_DEATHS:
+        return "workers"
+    return "workers" if isinstance(error, RuntimeError) and _GLOO in str(error) else None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, what Ray or Ray Train wrapped in it, and what it was raised from; outermost first."""
+    seen: set[int] = set()
+    waiting: list[object] = [error]
+    while waiting:
+        each = waiting.pop(0)
+        if not isinstance(each, BaseException) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        failures = getattr(each, "worker_failures", None)
+        waiting += list(failures.values()) if isinstance(failures, dict) else []
+        waiting += [getattr(each, name, None) for name in ("controller_failure", "_base_exc", "cause")]
+        waiting += [each.__cause__, each.__context__]
