@@ -9,27 +9,33 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draftline import __version__
-from draftline.errors import InputError
+from draftline.errors import InputError, RunFailed
 from draftline.recipe.load import dump_recipe, load_recipe
 from draftline.recipe.schema import Recipe
 from draftline.runs.listing import report_text, runs_text
-from draftline.runs.record import read_record
-from draftline.runs.states import RunState
+from draftline.runs.record import require_record
+from draftline.runs.states import STAGES, RunState
 from draftline.runs.stopping import StopRequested, install_stop_handlers
-from draftline.storage.artifacts import RunFolder, store_folder
+from draftline.samples.prompts import read_prompts
+from draftline.storage.artifacts import store_url
+from draftline.storage.store import open_store
 
+FAILED_STATUS = 1
 BAD_INPUT_STATUS = 2
 STOPPED_STATUS = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status: 2 for bad input, otherwise the command's own."""
+    """Runs one command; returns its exit status: 2 for bad input, 1 for a failure, otherwise the command's own."""
     options = _parser().parse_args(arguments)
     try:
         return int(options.command(options))
     except InputError as error:
         print(f"draftline: {error}", file=sys.stderr)
         return BAD_INPUT_STATUS
+    except RunFailed as error:
+        print(f"draftline: {error}", file=sys.stderr)
+        return FAILED_STATUS
     except (KeyboardInterrupt, StopRequested):
         print("draftline: stopped", file=sys.stderr)
         return STOPPED_STATUS
@@ -43,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a recipe: starts or joins Ray, submits the job, shows its progress")
     _recipe_arguments(run)
     run.add_argument("--no-wait", action="store_true", help="end when the run is done instead of serving until Ctrl-C")
+    run.add_argument("--until", choices=STAGES, help="end the run after this stage; the same command resumes it")
     run.add_argument("--address", help="Ray cluster to join, as `host:port` or `http://host:port`; none: RAY_ADDRESS, "
                      "a cluster that `ray start` left here, or a new one")  # fmt: skip
     run.set_defaults(command=_run)
@@ -57,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     _store_argument(runs)
     runs.set_defaults(command=_runs)
 
-    recipe = commands.add_parser("recipe", help="check a recipe and print it with every field resolved")
+    recipe = commands.add_parser("recipe", help="check a recipe and its prompts; print every field of it")
     _recipe_arguments(recipe)
     recipe.set_defaults(command=_recipe)
     return parser
@@ -69,7 +76,9 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _store_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--store", type=Path, default=Path("runs"), help="artifact store (default: runs)")
+    parser.add_argument(
+        "--store", default="runs", help="artifact store: a folder or s3://bucket/prefix (default: runs)"
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -81,30 +90,31 @@ def _run(options: argparse.Namespace) -> int:
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     serve = "wait" if terminal and not options.no_wait else "end"
     with ray_cluster(options.address) as cluster:
-        status = PipelineJob(cluster, options.recipe, options.set, serve).follow(sys.stdout)
+        status = PipelineJob(cluster, options.recipe, options.set, serve, options.until).follow(sys.stdout)
         if status == STOPPED_STATUS and serve == "wait" and cluster.local and _is_done(recipe):
             return 0  # Ctrl-C is how serving ends
         return status
 
 
 def _is_done(recipe: Recipe) -> bool:
-    folder = RunFolder(store_folder(recipe.store), recipe.run_id)
-    return folder.record.is_file() and read_record(folder).state is RunState.DONE
+    return require_record(open_store(store_url(recipe.store)), recipe.run_id).state is RunState.DONE
 
 
 def _report(options: argparse.Namespace) -> int:
-    record = read_record(RunFolder(options.store, options.run))
+    record = require_record(open_store(store_url(options.store)), options.run)
     print(json.dumps(record.report(), indent=2, ensure_ascii=False) if options.json else report_text(record))
     return 0
 
 
 def _runs(options: argparse.Namespace) -> int:
-    print(runs_text(options.store))
+    print(runs_text(open_store(store_url(options.store))))
     return 0
 
 
 def _recipe(options: argparse.Namespace) -> int:
-    print(dump_recipe(load_recipe(options.recipe, options.set)), end="")
+    recipe = load_recipe(options.recipe, options.set)
+    read_prompts(options.recipe, recipe.data, recipe.seed)
+    print(dump_recipe(recipe), end="")
     return 0
 
 

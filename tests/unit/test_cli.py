@@ -12,6 +12,7 @@ from draftline.runs.frame import RunFrame
 from draftline.runs.job import main as job_main
 from draftline.runs.progress import Progress
 from draftline.runs.states import STAGES
+from draftline.storage.local import LocalStore
 
 RECIPE = """\
 run_id: first
@@ -26,11 +27,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder with a recipe in it, as working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "What is {n}?"}}\n' for n in range(20)))
     return tmp_path
 
 
 def make_run(store: Path) -> None:
-    with RunFrame.open(store, load_recipe(Path("recipe.yaml")), Progress()) as frame, frame.running():
+    with RunFrame.open(LocalStore(store), load_recipe(Path("recipe.yaml")), Progress()) as frame, frame.running():
         for name in STAGES:
             with frame.stage(name):
                 frame.figures({"train.eal_held_out": 1.75, "memory.peak_bytes": 3 << 30, "serve.http_ok": True})
@@ -54,13 +56,13 @@ def test_bad_input_is_one_message_and_status_2(
     assert said.err.startswith("draftline: ")
     assert "Traceback" not in said.err
     assert said.out == ""
-    assert [path.name for path in here.iterdir()] == ["recipe.yaml"]
+    assert sorted((path.name for path in here.iterdir()), reverse=True) == ["recipe.yaml", "prompts.jsonl"]
 
 
 def test_the_job_gives_the_same_status(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert job_main(["recipe.yaml", "--set", "training.epoch=2"]) == 2
     assert "training.epochs" in capsys.readouterr().err
-    assert [path.name for path in here.iterdir()] == ["recipe.yaml"]
+    assert sorted((path.name for path in here.iterdir()), reverse=True) == ["recipe.yaml", "prompts.jsonl"]
 
 
 def test_recipe_prints_what_loads_to_the_same_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +76,7 @@ def test_report_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["report", "first", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert list(report) == ["run_id", "state", "figures"]
+    assert list(report) == ["run_id", "state", "guarantee", "failures", "figures"]
     assert (report["run_id"], report["state"]) == ("first", "done")
     assert report["figures"]["train.eal_held_out"] == 1.75
     assert {f"time.{name}_s" for name in (*STAGES, "total")} <= set(report["figures"])
@@ -95,9 +97,9 @@ def test_report_and_runs_for_people(here: Path, capsys: pytest.CaptureFixture[st
 def test_an_unknown_run_names_the_store_and_what_is_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(here / "runs")
     assert main(["report", "frist"]) == 2
-    assert "there is no run 'frist' in the store runs; runs there: first" in capsys.readouterr().err
+    assert f"there is no run 'frist' in the store {here / 'runs'}; runs there: first" in capsys.readouterr().err
     assert main(["runs", "--store", "nowhere"]) == 2
-    assert "there is no store nowhere" in capsys.readouterr().err
+    assert f"there is no store {here / 'nowhere'}" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

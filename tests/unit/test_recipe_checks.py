@@ -93,7 +93,7 @@ def test_a_recipe_that_fits_passes(recipe_file: Path, target: ResolvedTarget) ->
         ),
         (
             "hidden_states.window_bytes=64KiB",
-            "hidden_states.window_bytes: found 64KiB; allowed: at least 97KiB, one row of 128 tokens "
+            "hidden_states.window_bytes: found 64KiB; allowed: at least 98KiB, one row of 128 tokens "
             "(training.row_tokens) x 768 bytes for each of 1 train worker(s)",
         ),
         (

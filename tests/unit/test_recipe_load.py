@@ -117,14 +117,14 @@ def test_all_problems_come_in_one_message(recipe_file: Path) -> None:
         (
             "zzz",
             "zzz: 3",
-            "zzz: unknown key; allowed: run_id, seed, store, target, data, draft, hidden_states, training, evaluation, "
-            "serving, resources",
+            "zzz: unknown key; allowed: run_id, seed, store, target, data, draft, extraction, hidden_states, training, "
+            "evaluation, serving, failures, resources",
         ),
         (
             "3",
             "3: 4",
-            "3: unknown key; allowed: run_id, seed, store, target, data, draft, hidden_states, training, "
-            "evaluation, serving, resources",
+            "3: unknown key; allowed: run_id, seed, store, target, data, draft, extraction, hidden_states, training, "
+            "evaluation, serving, failures, resources",
         ),
     ],
 )

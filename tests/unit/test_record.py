@@ -11,11 +11,13 @@ import pytest
 from draftline.errors import InputError
 from draftline.recipe.schema import Recipe
 from draftline.runs.frame import RunFrame
+from draftline.runs.policy import Action, Cause
 from draftline.runs.progress import Progress
-from draftline.runs.record import open_run, read_record
+from draftline.runs.record import RECORD_VERSION, RunRecord, RunTakenOver, open_run, read_record
 from draftline.runs.states import STAGES, RunState, StageState
 from draftline.runs.stopping import StopRequested
-from draftline.storage.artifacts import RunFolder
+from draftline.storage.local import LocalStore
+from draftline.storage.store import DiskFull
 
 
 def recipe(**changes: object) -> Recipe:
@@ -28,8 +30,12 @@ def recipe(**changes: object) -> Recipe:
     return Recipe.model_validate(values | changes)
 
 
+def record_in(store: Path) -> RunRecord:
+    return read_record(LocalStore(store), "first").record
+
+
 def run_all(store: Path, ran: list[str], *, fail_in: str = "", error: BaseException | None = None) -> None:
-    with RunFrame.open(store, recipe(), Progress()) as frame, frame.running():
+    with RunFrame.open(LocalStore(store), recipe(), Progress()) as frame, frame.running():
         for name in STAGES:
             with frame.stage(name) as stage:
                 if stage.skipped:
@@ -46,7 +52,7 @@ def run_all(store: Path, ran: list[str], *, fail_in: str = "", error: BaseExcept
 def test_a_whole_run_is_recorded(tmp_path: Path) -> None:
     ran: list[str] = []
     run_all(tmp_path, ran)
-    record = read_record(RunFolder(tmp_path, "first"))
+    record = record_in(tmp_path)
     assert ran == list(STAGES)
     assert record.state is RunState.DONE
     assert list(record.stages) == list(STAGES)
@@ -66,7 +72,7 @@ def test_done_stages_are_skipped_until_their_outputs_change(tmp_path: Path) -> N
     (tmp_path / "first" / "export" / "out.txt").write_text("tampered")
     run_all(tmp_path, again)
     assert again == ["export", "evaluate", "serve"]
-    assert len(read_record(RunFolder(tmp_path, "first")).stages["export"].attempts) == 2
+    assert len(record_in(tmp_path).stages["export"].attempts) == 2
 
 
 @pytest.mark.parametrize(
@@ -80,7 +86,7 @@ def test_done_stages_are_skipped_until_their_outputs_change(tmp_path: Path) -> N
 def test_a_failed_or_stopped_run_is_resumed(tmp_path: Path, error: BaseException, state: str, reason: str) -> None:
     with pytest.raises(type(error)):
         run_all(tmp_path, [], fail_in="train", error=error)
-    record = read_record(RunFolder(tmp_path, "first"))
+    record = record_in(tmp_path)
     assert (record.state, record.stages["train"].state) == (state, state)
     assert record.stages["train"].attempts[0].reason == reason
     assert record.stages["export"].state is StageState.PENDING
@@ -95,43 +101,117 @@ import os, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_record import recipe
+from draftline.storage.local import LocalStore
 from draftline.runs.frame import RunFrame
 from draftline.runs.progress import Progress
-with RunFrame.open(Path(sys.argv[1]), recipe(), Progress()) as frame, frame.running(), frame.stage("prepare"):
+store = LocalStore(Path(sys.argv[1]))
+with RunFrame.open(store, recipe(), Progress()) as frame, frame.running(), frame.stage("prepare"):
     os.kill(os.getpid(), 9)
 """
     tests = str(Path(__file__).parent)
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path), tests], check=False).returncode == -9
-    record = read_record(RunFolder(tmp_path, "first"))
+    record = record_in(tmp_path)
     assert (record.state, record.stages["prepare"].state) == ("running", "running")
     ran: list[str] = []
     run_all(tmp_path, ran)
-    attempts = read_record(RunFolder(tmp_path, "first")).stages["prepare"].attempts
+    attempts = record_in(tmp_path).stages["prepare"].attempts
     assert ran == list(STAGES)
     assert [attempt.reason for attempt in attempts] == ["the driver ended without a word", None]
 
 
 def test_another_recipe_is_refused_with_the_differences(tmp_path: Path) -> None:
-    open_run(tmp_path, recipe())
+    open_run(LocalStore(tmp_path), recipe())
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(InputError, match=r"'first' exists with another recipe: seed: 0 -> 7"):
-        open_run(tmp_path, recipe(seed=7))
+        open_run(LocalStore(tmp_path), recipe(seed=7))
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    open_run(tmp_path, recipe(store="elsewhere"))  # how the store was written makes no difference
+    open_run(LocalStore(tmp_path), recipe(store="elsewhere"))  # how the store was written makes no difference
 
 
 def test_two_drivers_never_share_a_run(tmp_path: Path) -> None:
     with (
-        RunFrame.open(tmp_path, recipe(), Progress()),
+        RunFrame.open(LocalStore(tmp_path), recipe(), Progress()),
         pytest.raises(InputError, match=rf"is being run by process {os.getpid()}"),
-        RunFrame.open(tmp_path, recipe(), Progress()),
+        RunFrame.open(LocalStore(tmp_path), recipe(), Progress()),
     ):
         pass
 
 
 def test_a_record_that_is_none_is_named(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, "first")
-    folder.path.mkdir()
-    folder.record.write_text(json.dumps({"run_id": "first"}))
-    with pytest.raises(InputError, match="is not a run record of this version"):
-        read_record(folder)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "record.json").write_text(json.dumps({"run_id": "first"}))
+    with pytest.raises(InputError, match=r"first/record.json is not a run record of this version: recipe_sha256"):
+        record_in(tmp_path)
+
+
+def test_a_record_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    open_run(LocalStore(tmp_path), recipe())
+    file = tmp_path / "first" / "record.json"
+    newer = file.read_text().replace(f'"version": {RECORD_VERSION}', f'"version": {RECORD_VERSION + 1}')
+    file.write_text(newer)
+    with pytest.raises(InputError, match=f"found a record of version {RECORD_VERSION + 1}; allowed: up to"):
+        open_run(LocalStore(tmp_path), recipe())
+    assert file.read_text() == newer
+
+
+def test_a_driver_whose_run_was_taken_over_changes_nothing(tmp_path: Path) -> None:
+    first = open_run(LocalStore(tmp_path), recipe())
+    second = open_run(LocalStore(tmp_path), recipe())
+    second.record.figures["prepare.samples"] = 1
+    second.write()
+    first.record.figures["prepare.samples"] = 2
+    with pytest.raises(RunTakenOver, match=r"'first' in .* was taken over by another driver"):
+        first.write()
+    assert record_in(tmp_path).figures == {"prepare.samples": 1}
+
+
+def test_an_older_record_lacks_what_is_new_and_is_resumed(tmp_path: Path) -> None:
+    open_run(LocalStore(tmp_path), recipe())
+    file = tmp_path / "first" / "record.json"
+    values = json.loads(file.read_text())
+    for name in ("version", "events", "events_by_cause", "guarantee"):
+        del values[name]
+    del values["recipe"]["failures"], values["recipe"]["extraction"]
+    file.write_text(json.dumps(values))
+    assert open_run(LocalStore(tmp_path), recipe()).record.events == []
+
+
+def test_failures_are_decided_by_budget_and_recorded(tmp_path: Path) -> None:
+    few = recipe(failures={"replicas": 1, "pause_s": 0.0})
+    with RunFrame.open(LocalStore(tmp_path), few, Progress()) as frame, frame.running():
+        with frame.stage("prepare"):
+            assert frame.failed(Cause.REPLICA, "the engine died").action is Action.RECOVER
+            assert frame.failed(Cause.REPLICA, "the engine died").action is Action.FAIL
+        for name in STAGES[1:]:
+            with frame.stage(name):
+                pass
+    events = record_in(tmp_path).events
+    assert [(event.stage, event.cause, event.action) for event in events] == [
+        ("prepare", "replica", "recover"),
+        ("prepare", "replica", "fail"),
+    ]
+    assert "failures.replicas allows 1" in events[1].reason
+    assert record_in(tmp_path).events_by_cause == {"replica": 2}
+
+
+def test_a_record_that_cannot_be_written_does_not_hide_what_failed(tmp_path: Path) -> None:
+    class Full(LocalStore):
+        full = False
+
+        def write_if(self, key: str, data: bytes, version: str | None) -> str:
+            if self.full:
+                raise DiskFull("the disk is full")
+            return super().write_if(key, data, version)
+
+    store = Full(tmp_path)
+    with (
+        pytest.raises(ValueError, match="layer 3"),
+        RunFrame.open(store, recipe(), Progress()) as frame,
+        frame.running(),
+        frame.stage("prepare"),
+    ):
+        store.full = True
+        raise ValueError("layer 3 is all zero")
+    store.full = False
+    run_all(tmp_path, [])
+    assert record_in(tmp_path).events_by_cause == {"driver": 1}

@@ -9,6 +9,7 @@ from typing import Any
 
 from draftline.drafts.manifest import Provenance
 from draftline.recipe.schema import Recipe
+from draftline.storage.workspace import Workspace
 
 READ_TIMEOUT_S = 60.0
 
@@ -27,10 +28,11 @@ class ExportSpec:
     metrics: Mapping[str, float]
     samples: Sequence[tuple[Mapping[str, Any], int]]
     store: Any
+    workspace: Workspace
 
 
 def run_export(spec: ExportSpec) -> dict[str, int]:
-    """Exports and checks; returns what the check compared. Raises `ExportFailed`, `DraftMismatch`, `StatesLost`."""
+    """Exports, checks, publishes; returns what was compared. Raises `ExportFailed`, `DraftMismatch`, `StatesLost`."""
     from draftline.drafts.check import check_export
     from draftline.drafts.export import export_draft
     from draftline.hidden_states.store import StatesReader
@@ -43,7 +45,7 @@ def run_export(spec: ExportSpec) -> dict[str, int]:
     model = build_draft(
         recipe.draft, Path(spec.target), spec.kept_tokens, spec.mask_token_id, accelerator=accelerator, seed=recipe.seed
     )
-    checkpoints = CheckpointFolder(Path(spec.checkpoints), spec.provenance.identity(recipe.seed))
+    checkpoints = CheckpointFolder(Path(spec.checkpoints), spec.provenance.identity(recipe.seed), spec.workspace)
     checkpoints.restore_weights(model)
     reader = StatesReader(spec.store)
     samples = []
@@ -52,4 +54,6 @@ def run_export(spec: ExportSpec) -> dict[str, int]:
         reader.delete(manifest["handle"])
         samples.append(SampleStates(states["hidden_states"], states["token_ids"], prompt_tokens))
     export_draft(model, Path(spec.draft), spec.provenance, spec.metrics)
-    return asdict(check_export(Path(spec.draft), model, Path(spec.target), samples, accelerator=accelerator))
+    report = check_export(Path(spec.draft), model, Path(spec.target), samples, accelerator=accelerator)
+    spec.workspace.publish_folder(Path(spec.draft))
+    return asdict(report)

@@ -29,6 +29,7 @@ def _byte_count(value: Any) -> Any:
 
 Bytes = Annotated[int, BeforeValidator(_byte_count), Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+Budget = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -139,6 +140,16 @@ class HiddenStates(Section):
     max_skipped_share: Share = Field(0.01, description="share of samples that may be skipped before the run fails")
 
 
+class Extraction(Section):
+    """How the target computes answers and hidden states."""
+
+    deterministic: bool = Field(
+        False,
+        description="one sample per forward pass (GPU: batch-invariant kernels): the same recipe gives the same "
+        "weights bit for bit, whatever was killed on the way; slower",
+    )
+
+
 class Optimizer(Section):
     """Optimiser and schedule."""
 
@@ -206,6 +217,20 @@ class Serving(Section):
     rejection_method: Literal["standard", "block"] = Field("standard", description="vLLM's rejection sampling (GPU)")
 
 
+class Failures(Section):
+    """How many failures of each kind a run recovers from by itself before it fails."""
+
+    replicas: Budget = Field(5, description="target replicas lost and started again")
+    masters: Budget = Field(5, description="Mooncake masters lost and started again")
+    workers: Budget = Field(3, description="train workers lost and started again from the last checkpoint")
+    feeders: Budget = Field(3, description="feeders lost and started again, with the train workers")
+    engines: Budget = Field(3, description="other engines and tasks lost; their stage is tried again")
+    storage: Budget = Field(3, description="refusals of the artifact store or a full disk; the stage is tried again")
+    forget_after_s: float = Field(3600.0, gt=0.0, description="failures older than this count no more, seconds")
+    pause_s: float = Field(1.0, ge=0.0, description="pause before a recovery, seconds; doubles from failure to failure")
+    grace_s: float = Field(20.0, ge=0.0, description="longest wait for a last checkpoint when asked to stop, seconds")
+
+
 class Resources(Section):
     """What the run takes of the machine or cluster."""
 
@@ -221,14 +246,18 @@ class Recipe(Section):
 
     run_id: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="the run's name; the same name resumes it")
     seed: Annotated[int, Field(ge=0)] = Field(0, description="seed of every random choice")
-    store: str = Field("runs", description="folder of all artifacts; relative to the working directory")
+    store: str = Field(
+        "runs", description="where all artifacts go: a folder, relative to the working directory, or s3://bucket/prefix"
+    )
     target: Target
     data: Data
     draft: Draft
+    extraction: Extraction = Field(default_factory=Extraction)
     hidden_states: HiddenStates = Field(default_factory=HiddenStates)
     training: Training = Field(default_factory=Training)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     serving: Serving = Field(default_factory=Serving)
+    failures: Failures = Field(default_factory=Failures)
     resources: Resources = Field(default_factory=Resources)
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ from draftline.targets.resolve import ResolvedTarget
 
 MASTER = "Mooncake master"
 STOP_WAIT_S = 10.0
+MASTER_START_S = 90.0
 ENGINE_CONCURRENCY = 512
 # Requests that an engine works on at once, and the tokens that its cache holds on a CPU: answering wants full batches,
 # evaluation mostly asks one request at a time.
@@ -37,8 +38,11 @@ class RunActors:
         self._progress = progress
         self._began = time.time()
         self._owned: dict[str, Any] = {}
-        self._replicas: list[Any] = []
+        self._replicas: dict[str, Any] = {}
+        self._replicas_made = 0
+        self._replicas_alone = True
         self._store: StoreConfig | None = None
+        self._master_ports: tuple[int, int] | None = None  # a master that takes over wants the same
 
     def __enter__(self) -> RunActors:
         return self
@@ -50,7 +54,7 @@ class RunActors:
         """Ends all actors, the latest first; they start again when wanted again."""
         for name in reversed(list(self._owned)):
             self.end(name)
-        self._replicas, self._store = [], None
+        self._replicas, self._store, self._replicas_alone = {}, None, True
         remove_abandoned(self._began)
 
     @property
@@ -88,16 +92,42 @@ class RunActors:
     def replicas(self) -> list[Any]:
         """The target replicas; started when first asked, on all cores."""
         if not self._replicas:
-            self._replicas = self._start_replicas()
-        return self._replicas
+            self._start_replicas(self.recipe.hidden_states.replicas)
+        return list(self._replicas.values())
+
+    def replace_dead_replicas(self) -> list[Any]:
+        """Ends the replicas that do not answer for themselves, starts as many new ones, and returns those."""
+        dead = [name for name, replica in self._replicas.items() if not _answers(replica)]
+        for name in dead:
+            del self._replicas[name]
+            self.end(name)
+        remove_abandoned(self._began)
+        return self._start_replicas(len(dead)) if dead else []
 
     def share_cores(self, alone: bool) -> None:
         """Gives the replicas all cores (they work alone), or what the recipe leaves them beside the trainer."""
+        self._replicas_alone = alone
+        self._set_threads(list(self._replicas.values()))
+
+    def replace_dead_master(self) -> Any | None:
+        """When the master is beyond starting again: a new one, at the same address if that can be had.
+
+        None: it lives, or was never asked for.
+        """
         import ray
 
-        if self.accelerator == "cpu" and self._replicas:
-            threads = self._all_cores() if alone else self.recipe.hidden_states.threads
-            ray.get([replica.set_threads.remote(threads) for replica in self._replicas])
+        if self._store is None:
+            return None
+        try:
+            ray.get(self._owned[MASTER].ensure.remote(), timeout=MASTER_START_S)
+            return None
+        except (ray.exceptions.RayError, TimeoutError):
+            self.end(MASTER)
+        before = self._store.master_address
+        self._store = self._start_store()
+        if self._store.master_address != before:
+            ray.get([replica.rejoin.remote(self._store.master_address) for replica in self._replicas.values()])
+        return self._owned[MASTER]
 
     def engine(self, name: str, engine_class: type[Engine], args: Mapping[str, Any], threads: int) -> Any:
         """One further engine of the target, with `args` beside those that every engine has."""
@@ -118,7 +148,8 @@ class RunActors:
         from draftline.hidden_states.master import MooncakeMaster
 
         master = self.own(MASTER, MooncakeMaster.remote(str(self._folder.logs)))  # type: ignore[attr-defined]
-        address = ray.get(master.start.remote())
+        address = ray.get(master.start.remote(self._master_ports))
+        self._master_ports = ray.get(master.ports.remote())
         self._progress.say(f"Mooncake master at {address}")
         states = self.recipe.hidden_states
         return StoreConfig(
@@ -129,7 +160,7 @@ class RunActors:
             devices=states.rdma_devices,
         )
 
-    def _start_replicas(self) -> list[Any]:
+    def _start_replicas(self, count: int) -> list[Any]:
         import ray
 
         capture = capture_engine_args(
@@ -138,20 +169,29 @@ class RunActors:
             self.store().connector_config(),
             accelerator=self.accelerator,
         )
-        names = [f"target replica {number}" for number in range(self.recipe.hidden_states.replicas)]
+        requests = 1 if self.recipe.extraction.deterministic else REPLICA_REQUESTS
+        names = [f"target replica {self._replicas_made + number}" for number in range(count)]
+        self._replicas_made += count
         started = [
             self.own(
                 name,
-                self._engine_actor(
-                    name, TargetReplica, capture, self._all_cores(), REPLICA_REQUESTS, REPLICA_CACHE_TOKENS
-                ),
+                self._engine_actor(name, TargetReplica, capture, self._all_cores(), requests, REPLICA_CACHE_TOKENS),
             )
             for name in names
         ]
         with self._progress.waiting("the target replicas to load the model"):
             seconds = ray.get([replica.start.remote() for replica in started])
         self._progress.say(f"{len(started)} target replica(s) up ({max(seconds):.0f} s)")
+        self._set_threads(started)
+        self._replicas.update(zip(names, started, strict=True))
         return started
+
+    def _set_threads(self, replicas: list[Any]) -> None:
+        import ray
+
+        if self.accelerator == "cpu" and replicas:
+            threads = self._all_cores() if self._replicas_alone else self.recipe.hidden_states.threads
+            ray.get([replica.set_threads.remote(threads) for replica in replicas])
 
     def _engine_actor(
         self,
@@ -177,7 +217,7 @@ class RunActors:
         )
         actor_class = engine_actor(
             engine_class,
-            environment=engine_environment(self.accelerator, threads),
+            environment=engine_environment(self.accelerator, threads, batch_invariant=recipe.extraction.deterministic),
             num_cpus=recipe.resources.cpus_per_actor,
             num_gpus=recipe.target.tensor_parallel if self.accelerator == "gpu" else 0,
             name=f"{recipe.run_id}: {name}",
@@ -188,6 +228,16 @@ class RunActors:
 
     def _all_cores(self) -> int:
         return os.cpu_count() or 1
+
+
+def _answers(replica: Any) -> bool:
+    """Whether a replica's actor and its engine both live."""
+    import ray
+
+    try:
+        return bool(ray.get(replica.healthy.remote(), timeout=STOP_WAIT_S))
+    except (ray.exceptions.RayError, TimeoutError):
+        return False
 
 
 def remote_task(function: Callable[..., Any], recipe: Recipe, threads: int) -> Any:

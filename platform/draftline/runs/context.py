@@ -32,5 +32,6 @@ class RunContext:
         return self.frame.folder.samples / "samples.parquet"
 
     def key(self, purpose: str, number: int) -> str:
-        """A request id outside the feeder's, new in every attempt at the run: store keys are never used again."""
-        return f"{self.recipe.run_id}-{len(self.frame.record.attempts)}-{purpose}-{number}"
+        """A request id outside the feeder's, new in every attempt at a stage: store keys are never used again."""
+        attempt = sum(len(stage.attempts) for stage in self.frame.record.stages.values())
+        return f"{self.recipe.run_id}-{len(self.frame.record.attempts)}.{attempt}-{purpose}-{number}"

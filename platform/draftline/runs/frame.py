@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,18 +13,27 @@ from typing import IO, Literal
 
 from draftline.errors import InputError
 from draftline.recipe.schema import Recipe
+from draftline.runs.policy import Action, Cause, Decision, FailurePolicy
 from draftline.runs.progress import Progress
-from draftline.runs.record import Attempt, Figure, RunRecord, StageRecord, now, open_run, write_record
+from draftline.runs.record import Attempt, Event, Figure, RunRecord, StageRecord, StoredRecord, now, open_run
 from draftline.runs.states import RunState, StageState, advance_run, advance_stage
 from draftline.runs.stopping import stop_behind
 from draftline.storage.artifacts import RunFolder
+from draftline.storage.store import ArtifactStore, DiskFull, StoreFailed
+from draftline.storage.workspace import Workspace, working_folder
+
+EVENT_CHARACTERS = 500
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """How a run is to end: `wait` serves until it is stopped, `leave` leaves the application up, `end` removes it."""
+    """How a run is to end: `wait` serves until it is stopped, `leave` leaves the application up, `end` removes it.
+
+    `until` ends it after that stage; it can be resumed.
+    """
 
     serve: Literal["wait", "leave", "end"] = "leave"
+    until: str | None = None
 
 
 @dataclass(slots=True)
@@ -31,17 +41,24 @@ class Stage:
     """One attempt at a stage, handed to the body of `RunFrame.stage`."""
 
     name: str
-    folder: RunFolder
+    workspace: Workspace
     skipped: bool = False
     _outputs: list[Path] = field(default_factory=list)
+    _stored: dict[str, str] = field(default_factory=dict)
 
     def made(self, *paths: Path) -> None:
-        """Names the stage's outputs, files or folders inside the run's folder; their checksums enter the record."""
+        """Names the stage's outputs, files or folders of the run's folder: published, their checksums recorded."""
         self._outputs.extend(paths)
 
-    def checksums(self) -> dict[str, str]:
-        """The sha256 of all outputs, by record name."""
-        return self.folder.checksums(*self._outputs)
+    def made_in_store(self, below: str) -> None:
+        """Names outputs that whoever made them, perhaps on another machine, has published below a folder's name."""
+        workspace = self.workspace
+        names = workspace.names(below)
+        self._stored.update({name: workspace.store.sha256(f"{workspace.prefix}/{name}") for name in names})
+
+    def publish(self) -> dict[str, str]:
+        """Sends the outputs to the artifact store; returns the sha256 of all, by name."""
+        return self._stored | self.workspace.publish(*self._outputs)
 
 
 @dataclass(slots=True)
@@ -56,37 +73,73 @@ class RunFrame:
                 frame.figures({"prepare.samples": 480})
     """
 
-    folder: RunFolder
-    record: RunRecord
+    workspace: Workspace
+    stored: StoredRecord
+    policy: FailurePolicy
     progress: Progress
     _lock: IO[str]
 
+    @property
+    def folder(self) -> RunFolder:
+        """The run's files on this machine."""
+        return RunFolder(self.workspace.folder)
+
+    @property
+    def record(self) -> RunRecord:
+        """The run record."""
+        return self.stored.record
+
     @classmethod
     @contextlib.contextmanager
-    def open(cls, store: Path, recipe: Recipe, progress: Progress) -> Iterator[RunFrame]:
+    def open(cls, store: ArtifactStore, recipe: Recipe, progress: Progress) -> Iterator[RunFrame]:
         """Opens a new run or resumes one, and keeps other processes off it.
 
         Raises InputError when the run_id exists with another recipe or another process is running it.
         """
-        folder, record = open_run(store, recipe)
-        with (folder.path / ".lock").open("a+") as lock:
+        stored = open_run(store, recipe)
+        folder = working_folder(store, recipe.run_id)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("a+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 lock.seek(0)
                 raise InputError(
-                    f"run {recipe.run_id!r} in {store} is being run by process {lock.read().strip() or '?'}; "
+                    f"run {recipe.run_id!r} in {store.url} is being run by process {lock.read().strip() or '?'}; "
                     "stop that one first, or give this recipe another run_id"
                 ) from error
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
-            yield cls(folder, record, progress, lock)
+            workspace = Workspace(store, recipe.run_id, folder)
+            yield cls(workspace, stored, FailurePolicy(recipe.failures), progress, lock)
 
     def figures(self, values: Mapping[str, Figure]) -> None:
         """Adds figures (dotted names) to the record and writes it."""
         self.record.figures.update(values)
         self._write()
+
+    def guarantee(self, held: str) -> None:
+        """Records what holds for the weights, were the run repeated."""
+        self.record.guarantee = held
+        self._write()
+
+    def failed(self, cause: Cause, what: str) -> Decision:
+        """Something was lost: decides what follows, records and says it, and waits as long as was decided."""
+        decision = self.policy.decide(cause, time.monotonic())
+        self.note(cause, what, decision.action, decision.reason)
+        if decision.action is Action.RECOVER:
+            time.sleep(decision.pause_s)
+        return decision
+
+    def note(self, cause: Cause, what: str, action: str, reason: str) -> None:
+        """Records and says something that was dealt with."""
+        self.progress.say(f"{cause}: {what} -> {action} ({reason})")
+        stage = next((name for name, kept in self.record.stages.items() if kept.state is StageState.RUNNING), "")
+        self.record.add_event(
+            Event(time=now(), stage=stage, cause=cause, what=what[:EVENT_CHARACTERS], action=action, reason=reason)
+        )
+        self._write_if_possible()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -102,8 +155,10 @@ class RunFrame:
             yield
         except BaseException as error:
             self._end_run(*_outcome(error))
+            self._write_if_possible()
             raise
         self._end_run("done", None)
+        self._write()
 
     @contextlib.contextmanager
     def stage(self, name: str, *, again: bool = False) -> Iterator[Stage]:
@@ -114,43 +169,44 @@ class RunFrame:
         """
         kept = self.record.stages[name]
         if kept.state is StageState.DONE and not again:
-            damaged = self.folder.damaged(kept.outputs)
+            damaged = self.workspace.fetch(kept.outputs)
             if not damaged:
                 self.progress.stage(name, "done before, outputs verified")
-                yield Stage(name, self.folder, skipped=True)
+                yield Stage(name, self.workspace, skipped=True)
                 return
             self.progress.say(f"stage {name} runs again: {', '.join(damaged[:3])} missing or changed")
         self._move(name, StageState.RUNNING)
         kept.attempts.append(Attempt(started=now()))
         self._write()
         self.progress.stage(name)
-        stage = Stage(name, self.folder)
+        stage = Stage(name, self.workspace)
         try:
             yield stage
-            kept.outputs = stage.checksums()
+            kept.outputs = stage.publish()
         except BaseException as error:
             self._end_stage(name, *_outcome(error))
+            self._write_if_possible()
             raise
         self._end_stage(name, "done", None)
+        self._write()
 
     def _end_stage(self, name: str, state: str, reason: str | None) -> None:
         kept = self.record.stages[name]
         kept.attempts[-1] = kept.attempts[-1].model_copy(update={"ended": now(), "reason": reason})
         self.record.figures[f"time.{name}_s"] = _seconds(kept.attempts)
         self._move(name, StageState(state))
-        self._write()
 
     def _end_run(self, state: str, reason: str | None) -> None:
         attempts = self.record.attempts
         attempts[-1] = attempts[-1].model_copy(update={"ended": now(), "reason": reason})
         self.record.figures["time.total_s"] = _seconds(attempts)
         self._go(RunState(state))
-        self._write()
 
     def _close_what_a_vanished_driver_left(self) -> None:
         reason = "the driver ended without a word"
         for name, kept in self.record.stages.items():
             if kept.state is StageState.RUNNING:
+                self.note(Cause.DRIVER, f"{reason} in stage {name}", Action.RECOVER, "the run was submitted again")
                 self._move(name, StageState.STOPPED)
                 _close(kept.attempts, reason)
         if self.record.state is RunState.RUNNING:
@@ -167,7 +223,17 @@ class RunFrame:
         self.record.state = advance_run(self.record.state, to, self.record.states())
 
     def _write(self) -> None:
-        write_record(self.folder, self.record)
+        self.stored.write()
+
+    def _write_if_possible(self) -> None:
+        """Where something has failed already: a record that cannot be written must not hide that.
+
+        What is missing from it is seen by whoever resumes: the stage still counts as running.
+        """
+        try:
+            self.stored.write()
+        except (DiskFull, StoreFailed, OSError) as error:
+            self.progress.say(f"the run record could not be written: {error}")
 
 
 def _outcome(error: BaseException) -> tuple[str, str]:

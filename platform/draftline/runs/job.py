@@ -10,6 +10,7 @@ from pathlib import Path
 from draftline.errors import InputError, RunFailed
 from draftline.recipe.load import load_recipe
 from draftline.runs.frame import PipelineOptions
+from draftline.runs.states import STAGES
 from draftline.runs.stopping import install_stop_handlers, stop_behind
 
 FAILED_STATUS = 1
@@ -28,13 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="leave",
         help="at the end: wait until stopped, leave the application up (default), or end it",
     )
+    parser.add_argument("--until", choices=STAGES, help="end the run after this stage; it can be resumed")
     options = parser.parse_args(arguments)
     install_stop_handlers()
     try:
         recipe = load_recipe(options.recipe, options.set)
         from draftline.runs.pipeline import run_pipeline
 
-        return run_pipeline(recipe, options.recipe, PipelineOptions(serve=options.serve))
+        return run_pipeline(recipe, options.recipe, PipelineOptions(serve=options.serve, until=options.until))
     except InputError as error:
         print(f"draftline: {error}", file=sys.stderr, flush=True)
         return BAD_INPUT_STATUS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from draftline.hidden_states.store import quiet_environment
 from draftline.recipe.checks import check_machine, check_recipe
 from draftline.recipe.schema import Recipe, resolve_path
 from draftline.runs.actors import RunActors, remote_task
+from draftline.runs.attempts import EndedEarly, run_stage
 from draftline.runs.context import RunContext
 from draftline.runs.frame import PipelineOptions, RunFrame
+from draftline.runs.policy import Action, Cause
 from draftline.runs.progress import Progress
 from draftline.runs.stages.evaluate import evaluate
 from draftline.runs.stages.export import export
@@ -28,10 +30,13 @@ from draftline.runs.stopping import StopRequested, install_stop_handlers
 from draftline.samples.answer import conversation
 from draftline.samples.prompts import Prompt, check_prompt_lengths, read_prompts
 from draftline.samples.tokenize import tokenize
-from draftline.serving.app import Served, remove
-from draftline.storage.artifacts import store_folder
+from draftline.serving.app import Served, remove, unhealthy
+from draftline.storage.artifacts import store_url
+from draftline.storage.store import open_store
 from draftline.targets.resolve import ResolvedTarget, resolve_target
 from draftline.targets.tokens import find_mask_token
+
+WATCH_S = 2.0
 
 
 def run_pipeline(recipe: Recipe, recipe_file: Path, options: PipelineOptions) -> int:
@@ -42,12 +47,14 @@ def run_pipeline(recipe: Recipe, recipe_file: Path, options: PipelineOptions) ->
     import ray
 
     progress = Progress()
+    store = open_store(store_url(recipe.store))
     prompts = read_prompts(recipe_file, recipe.data, recipe.seed)
     progress.say("looking at the target (a packaged one is unpacked once)")
     target = resolve_target(recipe_file, recipe.target, cache_folder())
     check_recipe(recipe, recipe_file, target)
     if recipe.resources.accelerator == "cpu":
         check_machine(recipe, recipe_file, target)
+    store.check()
     mask_token_id = find_mask_token(target, recipe.draft.mask_token_id)
     context: Any = ray.init(
         address="auto",
@@ -61,10 +68,12 @@ def run_pipeline(recipe: Recipe, recipe_file: Path, options: PipelineOptions) ->
         token_ids = _tokenized(recipe, recipe_file, target, prompts)
         session = context.address_info["session_dir"]
         with (
-            RunFrame.open(store_folder(recipe.store), recipe, progress) as frame,
+            RunFrame.open(store, recipe, progress) as frame,
             RunActors(recipe, target, frame.folder, progress) as actors,
         ):
             _run(RunContext(recipe, target, mask_token_id, prompts, token_ids, options, frame, actors), session)
+    except EndedEarly as end:
+        progress.say(str(end))
     finally:
         ray.shutdown()
     return 0
@@ -75,16 +84,15 @@ def _run(context: RunContext, session_dir: str) -> None:
     with contextlib.ExitStack() as serving:
         with frame.running(), _memory_recorded(frame, session_dir):
             for name, body in {"prepare": prepare, "train": train, "export": export, "evaluate": evaluate}.items():
-                with frame.stage(name) as stage:
-                    if not stage.skipped:
-                        body(context, stage)
+                run_stage(context, name, body)
+                if options.until == name:
+                    raise EndedEarly(f"ended after stage {name}, as asked; submit the run again to go on")
             context.actors.close()  # serving needs the memory, and nothing captures any more
-            with frame.stage("serve", again=True) as stage:
-                served = serve(context, stage)
-                if options.serve != "leave":
-                    serving.callback(remove, served.name)
-        frame.progress.time_table(frame.record.figures)
-        frame.progress.say(f"all figures: draftline report {frame.folder.run_id} --store {frame.folder.store}")
+            served = run_stage(context, "serve", serve, again=True)
+            if options.serve != "leave":
+                serving.callback(remove, served.name)
+        frame.progress.time_table(frame.record.figures, attempts=len(frame.record.attempts))
+        frame.progress.say(f"all figures: draftline report {context.recipe.run_id} --store {frame.workspace.store.url}")
         if options.serve == "wait":
             _wait(context, served)
 
@@ -102,8 +110,15 @@ def _memory_recorded(frame: RunFrame, session_dir: str) -> Iterator[None]:
 def _wait(context: RunContext, served: Served) -> None:
     context.frame.progress.say(f"serving {served.name} at {served.url}/v1 until Ctrl-C")
     with contextlib.suppress(StopRequested):  # what the stop handlers raise; the run itself is done
+        was = None
         while True:
-            signal.pause()
+            trouble = unhealthy(served.name)
+            if trouble and not was:
+                context.frame.note(Cause.SERVING, trouble, Action.RECOVER, "Ray Serve starts it again")
+            elif was and not trouble:
+                context.frame.progress.say(f"{served.name} answers again")
+            was = trouble
+            time.sleep(WATCH_S)
 
 
 def _tokenized(recipe: Recipe, recipe_file: Path, target: ResolvedTarget, prompts: list[Prompt]) -> list[list[int]]:

@@ -81,9 +81,9 @@ class Progress:
             over.set()
             speaker.join()
 
-    def time_table(self, figures: Mapping[str, Any]) -> None:
+    def time_table(self, figures: Mapping[str, Any], attempts: int = 1) -> None:
         """Where the time went: a line for each `time.<stage>_s` figure, with its share of `time.total_s`."""
-        self._write("\n" + time_table(figures))
+        self._write("\n" + time_table(figures, attempts))
 
     def _write(self, text: str) -> None:
         with self._lock:
@@ -139,7 +139,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def time_table(figures: Mapping[str, Any]) -> str:
+def time_table(figures: Mapping[str, Any], attempts: int = 1) -> str:
     """The table "where the time went", from the `time.*_s` figures; the rest of the total is `other`."""
     times = {
         key.removeprefix("time.").removesuffix("_s"): float(value)
@@ -150,4 +150,5 @@ def time_table(figures: Mapping[str, Any]) -> str:
     other = total - sum(times.values())
     rows = [*times.items(), *([("other", other)] if other >= 1 else []), ("total", total)]
     lines = [f"  {name:<12}{duration(value):>8}  {value / total if total else 0:>5.0%}" for name, value in rows]
-    return "\n".join(["where the time went", *lines])
+    title = "where the time went" + (f" ({attempts} attempts together)" if attempts > 1 else "")
+    return "\n".join([title, *lines])

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftline import __version__
-from draftline.errors import InputError
+from draftline.errors import InputError, RunFailed
 from draftline.recipe.load import dump_recipe, recipe_differences, recipe_sha256
 from draftline.recipe.schema import Recipe
 from draftline.runs.states import STAGES, RunState, StageState
-from draftline.storage.artifacts import RunFolder, run_ids
-from draftline.storage.files import write_json_atomic, write_text_atomic
+from draftline.storage.store import ArtifactStore, Conflict, NotFound
 
 Figure = bool | int | float | str
+
+RECORD_FILE = "record.json"
+RECORD_VERSION = 2
+EVENTS_KEPT = 1000
 
 _VERSIONED = (
     "ray",
@@ -60,11 +63,25 @@ class StageRecord(BaseModel):
     outputs: dict[str, str] = Field(default_factory=dict)
 
 
+class Event(BaseModel):
+    """Something that went wrong, and what was decided about it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    time: str
+    stage: str
+    cause: str
+    what: str
+    action: str
+    reason: str
+
+
 class RunRecord(BaseModel):
     """Everything that is known about a run."""
 
     model_config = ConfigDict(extra="forbid")
 
+    version: int = RECORD_VERSION
     run_id: str
     state: RunState = RunState.PENDING
     recipe_sha256: str
@@ -73,59 +90,144 @@ class RunRecord(BaseModel):
     attempts: list[Attempt] = Field(default_factory=list)
     stages: dict[str, StageRecord] = Field(default_factory=lambda: {name: StageRecord() for name in STAGES})
     figures: dict[str, Figure] = Field(default_factory=dict)
+    guarantee: str | None = Field(default=None, description="what holds for the weights, were the run repeated")
+    events: list[Event] = Field(default_factory=list, description=f"the last {EVENTS_KEPT} failures, oldest first")
+    events_by_cause: dict[str, int] = Field(default_factory=dict, description="how many there were in all")
 
     def states(self) -> dict[str, StageState]:
         """The state of every stage, in order."""
         return {name: stage.state for name, stage in self.stages.items()}
 
+    def add_event(self, event: Event) -> None:
+        """Adds a failure; the oldest give way."""
+        self.events = [*self.events, event][-EVENTS_KEPT:]
+        self.events_by_cause[event.cause] = self.events_by_cause.get(event.cause, 0) + 1
+
     def report(self) -> dict[str, Any]:
         """All figures of the run, as `draftline report --json` prints them."""
-        return {"run_id": self.run_id, "state": str(self.state), "figures": self.figures}
+        return {
+            "run_id": self.run_id,
+            "state": str(self.state),
+            "guarantee": self.guarantee,
+            "failures": self.events_by_cause,
+            "figures": self.figures,
+        }
 
 
-def open_run(store: Path, recipe: Recipe) -> tuple[RunFolder, RunRecord]:
-    """A new run, or the one of that run_id when its resolved recipe is the same: resuming.
+@dataclass(slots=True)
+class StoredRecord:
+    """A run's record and its place in the artifact store.
+
+    Each write names the version that it replaces, so that a driver whose run another one has taken over finds out
+    before it changes anything.
+    """
+
+    store: ArtifactStore
+    record: RunRecord
+    version: str
+
+    def write(self) -> None:
+        """Writes the record whole. Raises RunTakenOver, and what the store raises."""
+        try:
+            self.version = self.store.write_if(record_key(self.record.run_id), _bytes(self.record), self.version)
+        except Conflict as error:
+            raise RunTakenOver(
+                f"run {self.record.run_id!r} in {self.store.url} was taken over by another driver; this one ends"
+            ) from error
+
+
+class RunTakenOver(RunFailed):
+    """Another driver runs this run now."""
+
+
+def open_run(store: ArtifactStore, recipe: Recipe) -> StoredRecord:
+    """The record of a new run, or of the run of that run_id when its resolved recipe is the same: resuming.
 
     Writes the record and the resolved recipe of a new run. Raises InputError, with the differences, when the run_id
     exists with another recipe.
     """
-    folder = RunFolder(store, recipe.run_id)
-    if folder.record.exists():
-        record = read_record(folder)
-        # The store is where the record was found, however it was written.
-        new = recipe.model_dump(mode="json") | {"store": record.recipe.get("store")}
-        differences = recipe_differences(record.recipe, new)
-        if differences:
-            raise InputError(
-                f"{folder.path}: a run {recipe.run_id!r} exists with another recipe: {'; '.join(differences)}. "
-                "Give the new one another run_id, or take the old recipe to resume"
-            )
-        return folder, record
-    record = RunRecord(
-        run_id=recipe.run_id,
-        recipe_sha256=recipe_sha256(recipe),
-        recipe=recipe.model_dump(mode="json"),
-        versions=installed_versions(),
-    )
-    write_text_atomic(folder.recipe, dump_recipe(recipe))
-    write_record(folder, record)
-    return folder, record
-
-
-def read_record(folder: RunFolder) -> RunRecord:
-    """The record of a run. Raises InputError when the run does not exist or its record cannot be read."""
-    if not folder.record.is_file():
-        there = ", ".join(run_ids(folder.store)) or "none"
-        raise InputError(f"there is no run {folder.run_id!r} in the store {folder.store}; runs there: {there}")
     try:
-        return RunRecord.model_validate(json.loads(folder.record.read_text(encoding="utf-8")))
-    except (ValidationError, ValueError) as error:
-        raise InputError(f"{folder.record} is not a run record of this version: {error}") from error
+        stored = read_record(store, recipe.run_id)
+    except NotFound:
+        record = RunRecord(
+            run_id=recipe.run_id,
+            recipe_sha256=recipe_sha256(recipe),
+            recipe=recipe.model_dump(mode="json"),
+            versions=installed_versions(),
+        )
+        store.write(f"{recipe.run_id}/recipe.yaml", dump_recipe(recipe).encode())
+        return StoredRecord(store, record, store.write_if(record_key(recipe.run_id), _bytes(record), None))
+    # The store is where the record was found, however it was written. Fields that a later version of the recipe's
+    # schema added had their defaults before.
+    old = _with_defaults(stored.record.recipe)
+    new = recipe.model_dump(mode="json") | {"store": old.get("store")}
+    differences = recipe_differences(old, new)
+    if differences:
+        raise InputError(
+            f"{store.url}: a run {recipe.run_id!r} exists with another recipe: {'; '.join(differences)}. "
+            "Give the new one another run_id, or take the old recipe to resume"
+        )
+    return stored
 
 
-def write_record(folder: RunFolder, record: RunRecord) -> None:
-    """Writes the record whole."""
-    write_json_atomic(folder.record, record.model_dump(mode="json"))
+def read_record(store: ArtifactStore, run_id: str) -> StoredRecord:
+    """The record of a run. Raises NotFound when the run does not exist, InputError when its record cannot be read."""
+    found = store.read(record_key(run_id))
+    name = f"{store.url}/{record_key(run_id)}"
+    try:
+        values = json.loads(found.data)
+        version = values.get("version", 1)
+        if isinstance(version, int) and version > RECORD_VERSION:
+            raise InputError(
+                f"{name}: found a record of version {version}; allowed: up to {RECORD_VERSION}. A newer draftline "
+                "wrote it: use that one, or give this recipe another run_id"
+            )
+        return StoredRecord(store, RunRecord.model_validate(values), found.version)
+    except (ValidationError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{name} is not a run record of this version: {_first_line(error)}. Nothing was changed; put it right, or "
+            "give this recipe another run_id"
+        ) from error
+
+
+def require_record(store: ArtifactStore, run_id: str) -> RunRecord:
+    """As `read_record`; a run that does not exist is an InputError that names those that do."""
+    try:
+        return read_record(store, run_id).record
+    except NotFound as error:
+        there = ", ".join(run_ids(store)) or "none"
+        raise InputError(f"there is no run {run_id!r} in the store {store.url}; runs there: {there}") from error
+
+
+def record_key(run_id: str) -> str:
+    """The record's key in the artifact store."""
+    return f"{run_id}/{RECORD_FILE}"
+
+
+def run_ids(store: ArtifactStore) -> list[str]:
+    """The runs that have a record in the store, sorted."""
+    if store.folder is not None:
+        return sorted(record.parent.name for record in store.folder.glob(f"*/{RECORD_FILE}"))
+    parts = (key.split("/") for key in store.keys(""))
+    return sorted(run_id for run_id, *rest in parts if rest == [RECORD_FILE])
+
+
+def _bytes(record: RunRecord) -> bytes:
+    return (json.dumps(record.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return Recipe.model_validate(values).model_dump(mode="json")
+    except ValidationError:  # a recipe that is no longer allowed differs from every one that is
+        return values
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
+    return str(error).splitlines()[0]
 
 
 def installed_versions() -> dict[str, str]:

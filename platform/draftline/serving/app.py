@@ -93,6 +93,19 @@ def deploy(config: ServeConfig, *, timeout_s: float = 600.0, progress: Progress 
     return Served(config.application, config.url)
 
 
+def unhealthy(name: str) -> str | None:
+    """What is wrong with a running application, in words; None: all its replicas are healthy."""
+    application = serve.status().applications.get(name)
+    if application is None:
+        return f"the application {name} is gone"
+    ill = [
+        f"{deployment} is {info.status}: {info.message or 'no message'}"
+        for deployment, info in application.deployments.items()
+        if info.status != "HEALTHY"
+    ]
+    return "; ".join(ill) or None
+
+
 def remove(name: str) -> None:
     """Ends the application, and Serve itself when it was the last one. Nothing happens when there is none."""
     applications = serve.status().applications

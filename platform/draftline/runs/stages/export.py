@@ -34,9 +34,10 @@ def export(context: RunContext, stage: Stage) -> None:
         metrics={name: float(value) for name, value in figures.items() if name.startswith("train.")},
         samples=[(manifest, sample.prompt_tokens) for manifest, sample in zip(manifests, chosen, strict=True)],
         store=context.actors.store(),
+        workspace=context.frame.workspace,
     )
     report = ray.get(remote_task(run_export, context.recipe, threads=1).remote(spec))
-    stage.made(folder.draft)
+    stage.made_in_store(context.frame.workspace.name(folder.draft))
     context.frame.figures({f"export.{name}": value for name, value in report.items()})
     context.frame.progress.say(
         f"exported to {folder.draft}; {report['drafted_tokens']} drafted tokens equal the trained model's"

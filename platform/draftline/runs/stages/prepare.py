@@ -3,37 +3,67 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from draftline.runs.context import RunContext
+from draftline.runs.failures import cause_of, short
 from draftline.runs.frame import Stage
+from draftline.runs.policy import Action, Cause
 from draftline.samples.answer import answer_prompts
+from draftline.samples.parts import AnswerParts
 from draftline.samples.rows import write_samples
 
 
 def prepare(context: RunContext, stage: Stage) -> None:
     """Writes the samples file."""
-    progress = context.frame.progress
+    frame = context.frame
+    parts = AnswerParts(frame.workspace, frame.folder.samples / "parts")
+    known = parts.read()
+    if known:
+        frame.progress.say(f"{len(known)} answers of an earlier attempt are kept")
     replicas = context.actors.replicas()
     began = time.monotonic()
 
     def report(answered: int, tokens: int) -> None:
         rate = tokens / max(time.monotonic() - began, 1e-9)
-        progress.update({"unit": "sample", "done": answered, "total": len(context.prompts), "tokens/s": rate})
+        frame.progress.update({"unit": "sample", "done": answered, "total": len(context.prompts), "tokens/s": rate})
 
     samples = answer_prompts(
-        replicas, context.prompts, context.prompt_token_ids, context.recipe.data.answer, context.recipe.seed, report
+        replicas,
+        context.prompts,
+        context.prompt_token_ids,
+        context.recipe.data.answer,
+        context.recipe.seed,
+        known=known,
+        on_progress=report,
+        on_loss=lambda error: _replaced(context, error),
+        keep=parts.add,
     )
     seconds = time.monotonic() - began
     write_samples(context.samples_file, samples)
+    parts.clear()
     stage.made(context.samples_file)
+    kept = {sample.number for sample in known}
     tokens = sum(sample.answer_tokens for sample in samples)
-    context.frame.figures(
+    fresh_tokens = sum(sample.answer_tokens for sample in samples if sample.number not in kept)
+    frame.figures(
         {
             "prepare.samples": len(samples),
             "prepare.held_out_samples": sum(sample.held_out for sample in samples),
             "prepare.tokens": sum(len(sample.token_ids) for sample in samples),
             "prepare.answer_tokens": tokens,
-            "prepare.tokens_per_s": tokens / seconds,
+            "prepare.tokens_per_s": fresh_tokens / seconds,
             "prepare.cut_off_share": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
         }
     )
+
+
+def _replaced(context: RunContext, error: Exception) -> Sequence[Any]:
+    """The replicas, once new ones stand for those that are lost; raises `error` when it is of another kind."""
+    if cause_of(error) is not Cause.ENGINE:
+        raise error
+    if context.frame.failed(Cause.REPLICA, short(error)).action is Action.FAIL:
+        raise error
+    context.actors.replace_dead_replicas()
+    return context.actors.replicas()

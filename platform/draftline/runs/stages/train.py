@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
-from draftline.hidden_states.feeder import start_feeder
-from draftline.recipe.sizes import states_shape
 from draftline.runs.actors import remote_task
 from draftline.runs.context import RunContext
 from draftline.runs.frame import Stage
-from draftline.runs.material import batch_plan, draft_vocabulary, provenance
+from draftline.runs.material import batch_plan
+from draftline.runs.policy import Action, Cause, guarantee
+from draftline.runs.stages.training_attempt import TrainingAttempt
+from draftline.runs.stopping import stop_behind
 from draftline.samples.rows import Sample, read_samples
 from draftline.storage.files import write_json_atomic
 from draftline.targets.capture_check import CheckedSample, run_capture_check
-from draftline.training.run import training_actor
-from draftline.training.spec import TrainingResult, TrainingSpec
+from draftline.training.failures import cause_of, one_line, origin
+from draftline.training.spec import TrainingResult
 
 CHECKED_SAMPLES = 4
-POLL_S = 1.0
+# What a training can lose and a new attempt at it has again.
+LOST = {"workers": Cause.WORKERS, "feeder": Cause.FEEDER, "master": Cause.MASTER, "store": Cause.STORAGE}
 
 
 def train(context: RunContext, stage: Stage) -> None:
@@ -32,10 +34,13 @@ def train(context: RunContext, stage: Stage) -> None:
         context.actors.share_cores(alone=True)
     history = context.frame.folder.report / "training.json"
     write_json_atomic(history, dict(result.history))
-    stage.made(history, context.frame.folder.checkpoints)
+    stage.made(history)
+    stage.made_in_store("checkpoints")
     context.frame.figures({f"train.{name}": value for name, value in result.figures.items()})
     if result.resumed_from:
         context.frame.figures({"train.resumed_from_step": result.resumed_from})
+    skipped = int(context.frame.record.figures.get("train.skipped_samples", 0))
+    context.frame.guarantee(guarantee(context.recipe.extraction.deterministic, skipped))
 
 
 def _capture_check(context: RunContext, samples: Sequence[Sample]) -> None:
@@ -64,82 +69,18 @@ def _capture_check(context: RunContext, samples: Sequence[Sample]) -> None:
 
 
 def _train(context: RunContext, samples: Sequence[Sample]) -> TrainingResult:
-    import ray
-
-    recipe, folder, progress = context.recipe, context.frame.folder, context.frame.progress
+    """Attempts at the training until one ends: each goes on from the newest checkpoint."""
+    recipe, progress = context.recipe, context.frame.progress
     plan = batch_plan(context, samples)
     progress.say(
         f"{plan.steps} steps of {recipe.training.workers} row(s) of up to {recipe.training.row_tokens} tokens, "
         f"{recipe.training.epochs} epoch(s)"
     )
-    feeder = context.actors.own(
-        "feeder",
-        start_feeder(
-            plan=plan,
-            token_ids={sample.number: sample.token_ids for sample in samples},
-            replicas=context.actors.replicas(),
-            store=context.actors.store(),
-            states=recipe.hidden_states,
-            shape=states_shape(recipe, context.target),
-            key_prefix=context.key("states", 0),
-            master=context.actors.master(),
-            skip_file=str(folder.path / "skipped.json"),
-            # Extraction need not wait for the workers to start, unless a checkpoint will say where they begin.
-            begin_at=None if folder.checkpoints.exists() else plan.held_out_positions,
-        ),
-    )
-    board = context.actors.own("progress board", _board())
-    spec = TrainingSpec(
-        recipe=recipe,
-        target=str(context.target.path),
-        kept_tokens=draft_vocabulary(context, samples),
-        mask_token_id=context.mask_token_id,
-        steps=plan.steps,
-        held_out_positions=plan.held_out_positions,
-        prompt_tokens={sample.number: sample.prompt_tokens for sample in samples},
-        checkpoints=str(folder.checkpoints.resolve()),
-        provenance=provenance(context),
-        feeder=feeder,
-        store=context.actors.store(),
-        progress=board,
-    )
-    driver = context.actors.own("train workers", training_actor())
-    result = driver.run.remote(spec, folder.path / "ray_train")
-    while not ray.wait([result], timeout=POLL_S)[0]:
-        update, stats = ray.get([board.latest.remote(), feeder.stats.remote()])
-        _show(progress, update, stats)
-    trained = ray.get(result)
-    stats = ray.get(feeder.stats.remote())
-    context.frame.figures({f"train.{name}": value for name, value in stats.items() if isinstance(value, int | float)})
-    for name in ("train workers", "feeder", "progress board"):
-        context.actors.end(name)
-    return trained
-
-
-class _ProgressBoard:
-    """Where rank 0 leaves its latest figures for the driver to show."""
-
-    def __init__(self) -> None:
-        self._latest: dict[str, Any] | None = None
-
-    def update(self, figures: dict[str, Any]) -> None:
-        self._latest = figures
-
-    def latest(self) -> dict[str, Any] | None:
-        return self._latest
-
-    def stop(self) -> None: ...
-
-
-def _board() -> Any:
-    import ray
-
-    return ray.remote(_ProgressBoard).options(num_cpus=0).remote()
-
-
-def _show(progress: Any, update: dict[str, Any] | None, stats: dict[str, Any]) -> None:
-    if update is None:
-        progress.update({"unit": "captured sample", "done": stats["captured_samples"]})
-        return
-    shown: dict[str, float] = {key: update[key] for key in ("loss", "eal", "eal_held_out", "lr") if key in update}
-    progress.update({"unit": "step", "done": update["step"], "total": update["steps"], **shown})
+    for number in itertools.count():
+        try:
+            return TrainingAttempt(context, samples, plan, number).run()
+        except Exception as error:
+            cause = None if stop_behind(error) else LOST.get(cause_of(error))
+            if cause is None or context.frame.failed(cause, one_line(origin(error))).action is Action.FAIL:
+                raise
+    raise AssertionError("unreachable")

@@ -1,0 +1,67 @@
+"""Which failure an exception is: the loss of a part that can be had again, or what trying again would not mend.
+
+Imports neither torch nor vLLM: their exceptions arrive by name.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+from draftline.runs.policy import Cause
+
+_ENGINE_DEATHS = {"EngineDeadError", "EngineGenerateError"}
+
+
+def cause_of(error: BaseException) -> Cause | None:
+    """The cause that a failure policy knows; None: not a loss (a failed check, bad input, a mistake)."""
+    from ray import exceptions
+
+    from draftline.hidden_states.store import StatesLost, StoreUnavailable
+    from draftline.storage.store import DiskFull, StoreFailed
+
+    lost = (
+        exceptions.RayActorError,
+        exceptions.WorkerCrashedError,
+        exceptions.NodeDiedError,
+        exceptions.ObjectLostError,
+        exceptions.OutOfMemoryError,
+        exceptions.LocalRayletDiedError,
+    )
+    for each in _chain(error):
+        if isinstance(each, DiskFull) or is_disk_full(each):
+            return Cause.DISK
+        if isinstance(each, StoreFailed):
+            return Cause.STORAGE
+        if isinstance(each, StatesLost | StoreUnavailable):
+            return Cause.MASTER
+        if isinstance(each, lost) or type(each).__name__ in _ENGINE_DEATHS:
+            return Cause.ENGINE
+    return None
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """True for an error of the operating system that says that the disk or the quota is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def short(error: BaseException) -> str:
+    """One line about an error, without the traceback that an actor's error carries in its text."""
+    inner = getattr(error, "cause", None) or error
+    lines = str(inner).strip().splitlines() or [""]
+    # What Ray says of a dead actor starts with the reason; a task's error ends with it.
+    line = lines[0] if type(inner).__module__.startswith("ray.") else lines[-1]
+    return f"{type(inner).__name__}: {line}".rstrip(": ")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it came from, and what an actor raised behind Ray's wrapper."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop(0)
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        waiting += [getattr(each, "cause", None), each.__cause__, each.__context__]

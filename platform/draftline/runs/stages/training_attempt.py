@@ -1,0 +1,191 @@
+"""One attempt at the training: the feeder, the worker group and what watches over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from draftline.errors import RunFailed
+from draftline.hidden_states.feeder import start_feeder
+from draftline.recipe.sizes import states_shape
+from draftline.runs.context import RunContext
+from draftline.runs.material import draft_vocabulary, provenance
+from draftline.runs.policy import Action, Cause
+from draftline.runs.stopping import stop_behind
+from draftline.samples.plan import BatchPlan
+from draftline.samples.rows import Sample
+from draftline.storage.ray_storage import ray_storage
+from draftline.training.run import training_actor
+from draftline.training.spec import TrainingResult, TrainingSpec, token_digest
+
+POLL_S = 1.0
+FEEDER, BOARD, WORKERS = "feeder", "progress board", "train workers"
+
+
+class TrainingAttempt:
+    """Everything of one attempt is started by `run` and ended by it; `number` is new for each attempt of a stage."""
+
+    def __init__(self, context: RunContext, samples: Sequence[Sample], plan: BatchPlan, number: int) -> None:
+        self._context, self._samples, self._plan, self._number = context, samples, plan, number
+        self._incidents = 0  # of the feeder's that the record has
+        self._starts = 1  # of the worker group
+
+    def run(self) -> TrainingResult:
+        """Trains to the end. When the run is asked to stop, training ends with a checkpoint first.
+
+        Raises RunFailed when losses are more than the recipe allows, and what ended the training.
+        """
+        import ray
+
+        actors = self._context.actors
+        actors.replace_dead_master()
+        actors.replace_dead_replicas()
+        try:
+            feeder, board = self._start_feeder(), actors.own(BOARD, _board())
+            result = self._start_workers(feeder, board)
+            try:
+                while not ray.wait([result], timeout=POLL_S)[0]:
+                    update, stats = ray.get([board.latest.remote(), feeder.stats.remote()])
+                    self._show(update, stats)
+                    self._mend(feeder, stats)
+            except BaseException as error:
+                if stop_behind(error):
+                    self._stop_with_checkpoint(feeder, result)
+                raise
+            trained: TrainingResult = ray.get(result)
+            for damaged in trained.damaged_checkpoints:
+                self._context.frame.note(Cause.STORAGE, f"checkpoint {damaged}", "passed over", "an older one is whole")
+            stats = ray.get(feeder.stats.remote())
+            self._record(stats)
+            if trained.stopped_at is not None:
+                raise RunFailed(f"training ended after step {trained.stopped_at} although nobody asked for it")
+            return trained
+        finally:
+            for name in (WORKERS, FEEDER, BOARD):
+                actors.end(name)
+
+    def _start_feeder(self) -> Any:
+        context, recipe = self._context, self._context.recipe
+        folder = context.frame.folder
+        return context.actors.own(
+            FEEDER,
+            start_feeder(
+                plan=self._plan,
+                token_ids={sample.number: sample.token_ids for sample in self._samples},
+                replicas=context.actors.replicas(),
+                store=context.actors.store(),
+                states=recipe.hidden_states,
+                shape=states_shape(recipe, context.target),
+                key_prefix=context.key("states", self._number),
+                master=context.actors.master(),
+                predecessors=[context.key("states", earlier) for earlier in range(self._number)],
+                skip_file=str(folder.path / "skipped.json"),
+                # Extraction need not wait for the workers to start, unless a checkpoint will say where they begin.
+                begin_at=None if context.frame.workspace.names("checkpoints") else self._plan.held_out_positions,
+            ),
+        )
+
+    def _start_workers(self, feeder: Any, board: Any) -> Any:
+        context, recipe = self._context, self._context.recipe
+        workspace = context.frame.workspace
+        spec = TrainingSpec(
+            recipe=recipe,
+            target=str(context.target.path),
+            kept_tokens=draft_vocabulary(context, self._samples),
+            mask_token_id=context.mask_token_id,
+            steps=self._plan.steps,
+            held_out_positions=self._plan.held_out_positions,
+            prompt_tokens={sample.number: sample.prompt_tokens for sample in self._samples},
+            checkpoints=str(context.frame.folder.checkpoints.resolve()),
+            provenance=provenance(context),
+            token_digests={sample.number: token_digest(sample.token_ids) for sample in self._samples},
+            feeder=feeder,
+            store=context.actors.store(),
+            progress=board,
+            workspace=workspace,
+        )
+        driver = context.actors.own(WORKERS, training_actor())
+        path, filesystem = ray_storage(workspace.store, f"{workspace.prefix}/ray_train")
+        return driver.run.remote(
+            spec, path, filesystem, max_failures=recipe.failures.workers, attempt=context.key("train", self._number)
+        )
+
+    def _mend(self, feeder: Any, stats: dict[str, Any]) -> None:
+        """Records what the feeder and the worker group met, and replaces what is lost for good."""
+        self._record(stats)
+        actors = self._context.actors
+        if (master := actors.replace_dead_master()) is not None:
+            _call(feeder.attach_master.remote(master))
+        if stats["replicas"] < self._context.recipe.hidden_states.replicas:
+            for replica in actors.replace_dead_replicas():
+                _call(feeder.add_replica.remote(replica))
+
+    def _record(self, stats: dict[str, Any]) -> None:
+        frame = self._context.frame
+        figures = {f"train.{name}": value for name, value in stats.items() if isinstance(value, int | float)}
+        frame.record.figures.update(figures)
+        fresh, self._incidents = int(stats["incidents_total"]) - self._incidents, int(stats["incidents_total"])
+        for cause, what in stats["incidents"][-fresh:] if fresh else []:
+            if cause == Cause.STATE:
+                frame.note(Cause.STATE, what, "captured again", "limited by hidden_states.attempts")
+            else:
+                self._budget(Cause(cause), what)
+        for _ in range(int(stats["worker_starts"]) - self._starts):
+            self._budget(Cause.WORKERS, "train workers were lost; all start again from the last checkpoint")
+        self._starts = max(self._starts, int(stats["worker_starts"]))
+
+    def _budget(self, cause: Cause, what: str) -> None:
+        decision = self._context.frame.failed(cause, what)
+        if decision.action is Action.FAIL:
+            raise RunFailed(f"{what}; {decision.reason}")
+
+    def _stop_with_checkpoint(self, feeder: Any, result: Any) -> None:
+        """Has training end at the next step that all ranks can reach, with a checkpoint. Bounded; never raises."""
+        import ray
+
+        grace_s, progress = self._context.recipe.failures.grace_s, self._context.frame.progress
+        began = time.monotonic()
+        try:
+            ray.get(feeder.finish_early.remote(), timeout=grace_s)
+            trained: TrainingResult = ray.get(result, timeout=max(0.1, grace_s - (time.monotonic() - began)))
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            progress.say(f"no last checkpoint within {grace_s:g} s ({type(error).__name__}): the one before stands")
+            return
+        step = self._plan.steps if trained.stopped_at is None else trained.stopped_at
+        progress.say(f"checkpoint of step {step} is written ({time.monotonic() - began:.1f} s)")
+
+    def _show(self, update: dict[str, Any] | None, stats: dict[str, Any]) -> None:
+        progress = self._context.frame.progress
+        if update is None:
+            progress.update({"unit": "captured sample", "done": stats["captured_samples"]})
+            return
+        shown: dict[str, float] = {key: update[key] for key in ("loss", "eal", "eal_held_out", "lr") if key in update}
+        progress.update({"unit": "step", "done": update["step"], "total": update["steps"], **shown})
+
+
+class _ProgressBoard:
+    """Where rank 0 leaves its latest figures for the driver to show."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Any] | None = None
+
+    def update(self, figures: dict[str, Any]) -> None:
+        self._latest = figures
+
+    def latest(self) -> dict[str, Any] | None:
+        return self._latest
+
+    def stop(self) -> None: ...
+
+
+def _board() -> Any:
+    import ray
+
+    return ray.remote(_ProgressBoard).options(num_cpus=0).remote()
+
+
+def _call(answer: Any) -> Any:
+    import ray
+
+    return ray.get(answer)
