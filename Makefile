@@ -1,9 +1,10 @@
 # draftline: every target sets up what it needs.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint types lock gpu-check clean
+.PHONY: help setup quickstart test chaos bench-protection lint types lock gpu-check clean
 
 BIN := .venv/bin
 ARGS ?=
+SEEDS ?= 0-19
 export PYTHON
 
 help: ## this list
@@ -19,6 +20,12 @@ quickstart: .venv/.ready ## the whole pipeline on a small real model; ARGS=--no-
 
 test: .venv/.ready ## unit and integration tests; ARGS go to pytest
 	@exec $(BIN)/python -m pytest $(ARGS)
+
+chaos: .venv/.ready ## kills parts of real runs, SEEDS=0-19, and compares the weights; ARGS=--plan says what it does
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m chaos.run --seeds $(SEEDS) $(ARGS)
+
+bench-protection: .venv/.ready ## what a training pays for surviving: prints the ratio; ARGS=--help
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m benchmarks.protection $(ARGS)
 
 lint: .venv/.ready ## ruff: rules and format
 	$(BIN)/ruff check .

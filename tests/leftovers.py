@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 from pathlib import Path
 
 import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def wait_for(file: Path, text: str, limit_s: float = 60.0) -> str:
@@ -35,3 +38,21 @@ def abandoned_segments() -> set[str]:
 
 def family(pid: int) -> set[int]:
     return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+
+
+def adopt_orphans() -> None:
+    """From now on a process below this one whose parent ends becomes a child of this one (Linux): none gets away."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def survivors(before: set[int]) -> dict[int, str]:
+    """Living processes below this one that are not in `before`: command line by process id. Buries the dead ones."""
+    living = {}
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                living[child.pid] = " ".join(child.cmdline()) or child.name()
+            elif child.ppid() == os.getpid() and child.pid not in before:
+                os.waitpid(child.pid, os.WNOHANG)
+    return {pid: title for pid, title in living.items() if pid not in before}
