@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import re
 import socket
 import struct
@@ -93,7 +94,9 @@ class FaultyProxy:
 
             def _handle(self) -> None:
                 self.close_connection = True
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                length = int(self.headers.get("Content-Length") or 0)
+                if len(body := self.rfile.read(length)) < length:
+                    return  # the client gave up half-way
                 fault = proxy.fault_for(self.command, self.path)
                 time.sleep(fault.slow_s)
                 if fault.reset:
@@ -167,6 +170,8 @@ def _serve() -> None:
     moto, one_at_a_time = DomainDispatcherApplication(create_backend_app), threading.Lock()
 
     def app(environ: Any, start_response: Any) -> Any:
+        length = -1 if environ.get("wsgi.input_terminated") else int(environ.get("CONTENT_LENGTH") or 0)
+        environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(length))  # a slow client must not hold the lock
         with one_at_a_time:  # moto compares and writes in two steps; S3 does it in one
             return moto(environ, start_response)
 

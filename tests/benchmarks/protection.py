@@ -8,6 +8,7 @@ checkpoint every `--checkpoint` steps and the run record once a second; the bare
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -23,10 +24,11 @@ from hs_connectors.mooncake_store import (
     MooncakeStoreConfig,
     packed_layout,
 )
+from loguru import logger
 
 from draftline.hidden_states.checksum import add_checksum
 from draftline.hidden_states.master import MasterProcess
-from draftline.hidden_states.store import StatesReader, StoreConfig, local_address
+from draftline.hidden_states.store import StatesReader, StoreConfig, local_address, quiet_environment
 from draftline.hidden_states.writer import PatientStore
 from draftline.recipe.schema import Draft, Optimizer, Recipe, Training
 from draftline.runs.record import open_run
@@ -146,6 +148,8 @@ def block_seconds(target: Path, folder: Path, rows: Rows, steps: int, checkpoint
 
 
 def main() -> int:
+    os.environ.update(quiet_environment())
+    logger.disable("speculators")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=4, help="how often the two take turns (default: 4)")
     parser.add_argument("--steps", type=int, default=40, help="steps of one turn (default: 40)")

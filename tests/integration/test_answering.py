@@ -70,7 +70,7 @@ def test_what_was_answered_before_the_end_is_not_asked_again(tmp_path: Path) -> 
     with pytest.raises(ray.exceptions.RayActorError):
         answer_prompts([Replica.remote(60)], PROMPTS, IDS, Answer(), 0, keep=parts.add)  # type: ignore[attr-defined]
     known = parts.read()
-    assert len(known) >= 30
+    assert len(known) >= 10  # what was on its way back when the replica died is lost
     second = Replica.remote(100 - len(known))  # type: ignore[attr-defined] # enough for the rest, and no more
     assert right(answer_prompts([second], PROMPTS, IDS, Answer(), 0, known=known))
 

@@ -30,7 +30,8 @@ from draftline.storage.store import ArtifactStore, Conflict, Damaged, NotFound, 
 from draftline.storage.workspace import Workspace, working_folder
 from s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, Fault, FaultyProxy, s3_environment, s3_server
 
-LIMITS = S3Limits(patience_s=3.0, timeout_s=2.0, attempts=1, part_bytes=5 << 20, transfers=4)
+LIMITS = S3Limits(part_bytes=5 << 20, transfers=4)
+HASTY = replace(LIMITS, patience_s=3.0, timeout_s=2.0, attempts=1)
 REAL_S3 = os.environ.get("DRAFTLINE_TEST_S3")
 
 
@@ -51,16 +52,17 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ArtifactSt
     if request.param == "folder":
         yield LocalStore(tmp_path / "store")
     else:
-        yield from own_prefix(request.getfixturevalue("s3_place"))
+        yield from own_prefix(request.getfixturevalue("s3_place"), LIMITS)
 
 
 @pytest.fixture
 def s3(s3_place: S3Place) -> Iterator[S3Store]:
-    yield from own_prefix(s3_place)
+    """Soon out of patience, so that failures are seen."""
+    yield from own_prefix(s3_place, HASTY)
 
 
-def own_prefix(place: S3Place) -> Iterator[S3Store]:
-    store = S3Store(S3Place(place.bucket, f"{place.prefix}/{uuid.uuid4().hex}"), LIMITS)
+def own_prefix(place: S3Place, limits: S3Limits) -> Iterator[S3Store]:
+    store = S3Store(S3Place(place.bucket, f"{place.prefix}/{uuid.uuid4().hex}"), limits)
     yield store
     if REAL_S3:
         store.delete(store.keys(""))
@@ -331,7 +333,7 @@ def test_a_store_without_conditional_writes_is_refused(s3: S3Store) -> None:
 
 def test_a_bucket_that_does_not_exist(s3_place: S3Place) -> None:
     with pytest.raises(InputError, match=r"store: s3://no-such-bucket-anywhere/p/.*no such bucket at http"):
-        S3Store(S3Place("no-such-bucket-anywhere", "p"), LIMITS).check()
+        S3Store(S3Place("no-such-bucket-anywhere", "p"), HASTY).check()
 
 
 def test_no_credentials(s3_place: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +343,7 @@ def test_no_credentials(s3_place: S3Place, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     with pytest.raises(InputError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"):
-        S3Store(s3_place, LIMITS).check()
+        S3Store(s3_place, HASTY).check()
 
 
 @pytest.mark.parametrize(
@@ -359,7 +361,7 @@ def test_endpoints_that_are_none(
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
     monkeypatch.setenv(variable, endpoint)
     with pytest.raises(InputError, match=said) as error:
-        S3Store(s3_place, replace(LIMITS, patience_s=0.3)).check()
+        S3Store(s3_place, replace(HASTY, patience_s=0.3)).check()
     assert "hidden" not in str(error.value)
 
 

@@ -18,6 +18,7 @@ import ray
 from draftline.hidden_states.capacity import StatesShape
 from draftline.hidden_states.feeder import LATE_S, ExtractionFailed, start_feeder
 from draftline.hidden_states.master import MooncakeMaster
+from draftline.hidden_states.skip_list import SkipList
 from draftline.hidden_states.store import (
     StatesLost,
     StatesReader,
@@ -28,6 +29,7 @@ from draftline.hidden_states.store import (
 )
 from draftline.recipe.schema import HiddenStates
 from draftline.samples.plan import BatchPlan, plan_rows
+from draftline.storage.local import LocalStore
 from states_writer import HIDDEN_SIZE, LAYERS, StatesReplica
 
 SHAPE = StatesShape(LAYERS, HIDDEN_SIZE, 4)
@@ -164,7 +166,7 @@ class Worker:
             damage(self._rig.store, str(delivery.manifest["handle"]))
         try:
             self._reader.rejoin(delivery.store)
-            states = self._reader.read(delivery.manifest, 20.0, token_ids)
+            states = self._reader.read(delivery.manifest, 5.0, token_ids)
         except (StatesLost, StoreUnavailable) as error:
             ray.get(self._feeder.lost.remote(delivery.key, str(error)))
             return False
@@ -303,14 +305,14 @@ def test_without_a_replica_everybody_is_told(rig: Rig) -> None:
 
 def test_a_sample_that_cannot_be_captured_is_left_out_also_next_time(rig: Rig, tmp_path: Path) -> None:
     plan = plan_for()
-    skip_file = tmp_path / "skipped.json"
-    feeder = rig.start(plan, refused=(7,), skip_file=str(skip_file))
+    skip_list = SkipList(LocalStore(tmp_path), "skipped.json")
+    feeder = rig.start(plan, refused=(7,), skip_list=skip_list)
     without = [[tuple(sample for sample in row if sample != 7) for row in rows] for rows in planned(plan)]
     assert train(rig, plan) == without
     stats = ray.get(feeder.stats.remote())
     assert stats["failed_captures"] == 3 and stats["skipped_samples"] == 1
-    assert "token 7 is refused" in skip_file.read_text()
-    rig.start(plan, skip_file=str(skip_file))
+    assert "token 7 is refused" in str(skip_list.read())
+    rig.start(plan, skip_list=skip_list)
     assert train(rig, plan) == without
 
 

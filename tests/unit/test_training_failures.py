@@ -30,6 +30,7 @@ def of_workers(*errors: Exception) -> WorkerGroupError:
         (of_workers(GLOO, FeederGone("the feeder is gone")), "feeder"),
         (of_workers(StoreFailed("the bucket refuses")), "store"),
         (of_workers(DiskFull("the disk is full")), "store"),
+        (of_workers(OSError("When uploading part: AWS Error SLOW_DOWN during UploadPart operation")), "store"),
         (of_workers(StoreUnavailable("cannot join")), "master"),
         (of_workers(ValueError("a mistake")), "stage"),
         (of_workers(RunFailed("a check")), "stage"),

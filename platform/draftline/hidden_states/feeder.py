@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,7 +22,7 @@ from draftline.hidden_states.entries import Delivery, Lease, WindowLimits
 from draftline.hidden_states.incidents import Incidents, LostPart
 from draftline.hidden_states.master import CLIENT_TTL_S
 from draftline.hidden_states.replicas import REJOIN_TIMEOUT_S, CaptureRefused, ReplicaLost, capture, rejoin
-from draftline.hidden_states.skip_list import read_skip_list, write_skip_list
+from draftline.hidden_states.skip_list import SkipList
 from draftline.hidden_states.store import StoreClient, StoreConfig, StoreUnavailable
 from draftline.hidden_states.watch import MASTER_WAIT_S, WATCH_S, MasterGone, master_restarts
 from draftline.hidden_states.window import Window
@@ -52,7 +51,7 @@ class Feeder:
     """The actor's class, see `start_feeder`.
 
     `replicas` are handles with `capture(key, token_ids) -> manifest`, `healthy()` and `rejoin(master_address)`;
-    `key_prefix` is new for every feeder. With `master`, a Mooncake master that dies is started again. `skip_file` keeps
+    `key_prefix` is new for every feeder. With `master`, a Mooncake master that dies is started again. `skip_list` keeps
     what was given up for a later attempt. Extraction begins with the first restart(), or at once at training position
     `begin_at`. When no replica is left, one may be added within `replica_wait_s` seconds.
 
@@ -70,7 +69,7 @@ class Feeder:
         shape: StatesShape,
         key_prefix: str,
         master: Any = None,
-        skip_file: str | None = None,
+        skip_list: SkipList | None = None,
         begin_at: int | None = None,
         replica_wait_s: float = 300.0,
         predecessors: Sequence[str] = (),
@@ -81,7 +80,7 @@ class Feeder:
         self._numbers = itertools.count()
         self._replicas = {self._new_name(): replica for replica in replicas}
         self._replica_wait_s = replica_wait_s
-        self._skip_file = Path(skip_file) if skip_file else None
+        self._skip_list = skip_list
         self._window = Window(
             plan,
             {number: shape.sample_bytes(len(ids)) for number, ids in token_ids.items()},
@@ -92,7 +91,7 @@ class Feeder:
             ),
             self._replicas,
             key_prefix,
-            read_skip_list(self._skip_file) if self._skip_file else None,
+            skip_list.read() if skip_list else None,
         )
         self._skips_written = len(self._window.skipped)
         self._first_address = self._address = store.master_address
@@ -451,8 +450,8 @@ class Feeder:
         skipped = self._window.skipped
         if len(skipped) == self._skips_written:
             return
-        if self._skip_file is not None:
-            write_skip_list(self._skip_file, skipped)
+        if self._skip_list is not None:
+            self._skip_list.write(skipped)
         self._skips_written = len(skipped)
         if self._window.skipped_share > self._states.max_skipped_share:
             (sample, _), reason = next(iter(skipped.items()))

@@ -227,7 +227,11 @@ class Failures(Section):
     engines: Budget = Field(3, description="other engines and tasks lost; their stage is tried again")
     storage: Budget = Field(3, description="refusals of the artifact store or a full disk; the stage is tried again")
     forget_after_s: float = Field(3600.0, gt=0.0, description="failures older than this count no more, seconds")
-    pause_s: float = Field(1.0, ge=0.0, description="pause before a recovery, seconds; doubles from failure to failure")
+    pause_s: float = Field(
+        1.0,
+        ge=0.0,
+        description="pause before a recovery, seconds (of storage: five times that); doubles from one to the next",
+    )
     grace_s: float = Field(20.0, ge=0.0, description="longest wait for a last checkpoint when asked to stop, seconds")
 
 

@@ -6,6 +6,7 @@ Imports neither torch nor vLLM: their exceptions arrive by name.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 
 from draftline.runs.policy import Cause
@@ -41,8 +42,12 @@ def cause_of(error: BaseException) -> Cause | None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """True for an error of the operating system that says that the disk or the quota is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    """True for an error that says that the disk or the quota is full.
+
+    Of an error that came out of a compiled library or another process, often only the text is left.
+    """
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return (isinstance(error, OSError) and error.errno in full) or any(os.strerror(n) in str(error) for n in full)
 
 
 def short(error: BaseException) -> str:

@@ -104,7 +104,8 @@ def _memory_recorded(frame: RunFrame, session_dir: str) -> Iterator[None]:
             yield
         finally:
             before = int(frame.record.figures.get("memory.peak_bytes", 0))
-            frame.figures({"memory.peak_bytes": max(before, watch.peak_bytes)})
+            # Written with the run's end, which is next: a record that cannot be written would hide why the run ends.
+            frame.record.figures["memory.peak_bytes"] = max(before, watch.peak_bytes)
 
 
 def _wait(context: RunContext, served: Served) -> None:

@@ -9,6 +9,8 @@ from enum import StrEnum
 from draftline.recipe.schema import Failures
 
 LONGEST_PAUSE_S = 60.0
+# A full disk or a store that refuses is mended by people or by other programs: that takes longer than a restart.
+SLOW_TO_PASS = 5
 
 
 class Cause(StrEnum):
@@ -77,7 +79,8 @@ class FailurePolicy:
             return Decision(
                 Action.FAIL, 0.0, f"failures.{key} allows {budget} within {self.failures.forget_after_s:g} s"
             )
-        pause_s = min(LONGEST_PAUSE_S, self.failures.pause_s * 2 ** (count - 1)) if self.failures.pause_s else 0.0
+        longer = SLOW_TO_PASS if cause in (Cause.STORAGE, Cause.DISK) else 1
+        pause_s = min(LONGEST_PAUSE_S, longer * self.failures.pause_s * 2 ** (count - 1))
         return Decision(Action.RECOVER, pause_s, f"failure {count} of {budget} that failures.{key} allows")
 
 

@@ -16,6 +16,7 @@ Accelerator = Literal["cpu", "gpu"]
 CPU_KV_CACHE_BYTES = 1 << 30
 CONNECTOR = ("HiddenStatesConnector", "draftline.hidden_states.connector")
 CPU_CAPTURE_WORKER = "draftline.vllm_plugin.capture_worker.CaptureCPUWorker"
+WORKER_EXTENSION = "draftline.vllm_plugin.extension.WorkerExtension"
 CPU_DRAFT_WORKER = "draftline.vllm_plugin.worker.DSparkCPUWorker"
 
 
@@ -89,7 +90,7 @@ def capture_engine_args(
     return {
         # A cached prefix would not be computed again, and its hidden states would be missing.
         "enable_prefix_caching": False,
-        **({"worker_cls": CPU_CAPTURE_WORKER} if accelerator == "cpu" else {}),
+        **({"worker_cls": CPU_CAPTURE_WORKER} if accelerator == "cpu" else {"worker_extension_cls": WORKER_EXTENSION}),
         "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,

@@ -21,6 +21,7 @@ _WORKER_DEATHS = {
     "DistStoreError",
 }
 _GLOO = "gloo/transport"  # in what gloo raises, a plain RuntimeError, when another rank has died
+_S3 = "AWS Error"  # in the OSError that pyarrow makes of S3's refusals, where Ray Train keeps its own state
 _ORDER: tuple[Lost, ...] = ("feeder", "store", "master", "workers")
 
 
@@ -77,7 +78,7 @@ def _lost(error: BaseException) -> Lost | None:
         return None if error.lost == "stage" else error.lost
     if isinstance(error, FeederGone):
         return "feeder"
-    if isinstance(error, StoreFailed | DiskFull):
+    if isinstance(error, StoreFailed | DiskFull) or (isinstance(error, OSError) and _S3 in str(error)):
         return "store"
     if isinstance(error, StoreUnavailable):
         return "master"

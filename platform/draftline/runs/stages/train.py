@@ -13,9 +13,9 @@ from draftline.runs.policy import Action, Cause, guarantee
 from draftline.runs.stages.training_attempt import TrainingAttempt
 from draftline.runs.stopping import stop_behind
 from draftline.samples.rows import Sample, read_samples
-from draftline.storage.files import write_json_atomic
 from draftline.targets.capture_check import CheckedSample, run_capture_check
 from draftline.training.failures import cause_of, one_line, origin
+from draftline.training.records import write_history
 from draftline.training.spec import TrainingResult
 
 CHECKED_SAMPLES = 4
@@ -33,7 +33,7 @@ def train(context: RunContext, stage: Stage) -> None:
     finally:
         context.actors.share_cores(alone=True)
     history = context.frame.folder.report / "training.json"
-    write_json_atomic(history, dict(result.history))
+    write_history(history, result.history)
     stage.made(history)
     stage.made_in_store("checkpoints")
     context.frame.figures({f"train.{name}": value for name, value in result.figures.items()})

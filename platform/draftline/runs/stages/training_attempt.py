@@ -8,14 +8,17 @@ from typing import Any
 
 from draftline.errors import RunFailed
 from draftline.hidden_states.feeder import start_feeder
+from draftline.hidden_states.skip_list import SkipList
 from draftline.recipe.sizes import states_shape
 from draftline.runs.context import RunContext
+from draftline.runs.failures import short
 from draftline.runs.material import draft_vocabulary, provenance
 from draftline.runs.policy import Action, Cause
 from draftline.runs.stopping import stop_behind
 from draftline.samples.plan import BatchPlan
 from draftline.samples.rows import Sample
 from draftline.storage.ray_storage import ray_storage
+from draftline.training.failures import FeederGone
 from draftline.training.run import training_actor
 from draftline.training.spec import TrainingResult, TrainingSpec, token_digest
 
@@ -46,8 +49,8 @@ class TrainingAttempt:
             result = self._start_workers(feeder, board)
             try:
                 while not ray.wait([result], timeout=POLL_S)[0]:
-                    update, stats = ray.get([board.latest.remote(), feeder.stats.remote()])
-                    self._show(update, stats)
+                    stats = _ask_feeder(feeder.stats.remote())
+                    self._show(ray.get(board.latest.remote()), stats)
                     self._mend(feeder, stats)
             except BaseException as error:
                 if stop_behind(error):
@@ -56,8 +59,7 @@ class TrainingAttempt:
             trained: TrainingResult = ray.get(result)
             for damaged in trained.damaged_checkpoints:
                 self._context.frame.note(Cause.STORAGE, f"checkpoint {damaged}", "passed over", "an older one is whole")
-            stats = ray.get(feeder.stats.remote())
-            self._record(stats)
+            self._record(_ask_feeder(feeder.stats.remote()))
             if trained.stopped_at is not None:
                 raise RunFailed(f"training ended after step {trained.stopped_at} although nobody asked for it")
             return trained
@@ -67,7 +69,7 @@ class TrainingAttempt:
 
     def _start_feeder(self) -> Any:
         context, recipe = self._context, self._context.recipe
-        folder = context.frame.folder
+        workspace = context.frame.workspace
         return context.actors.own(
             FEEDER,
             start_feeder(
@@ -80,9 +82,9 @@ class TrainingAttempt:
                 key_prefix=context.key("states", self._number),
                 master=context.actors.master(),
                 predecessors=[context.key("states", earlier) for earlier in range(self._number)],
-                skip_file=str(folder.path / "skipped.json"),
+                skip_list=SkipList(workspace.store, f"{workspace.prefix}/skipped.json"),
                 # Extraction need not wait for the workers to start, unless a checkpoint will say where they begin.
-                begin_at=None if context.frame.workspace.names("checkpoints") else self._plan.held_out_positions,
+                begin_at=None if workspace.names("checkpoints") else self._plan.held_out_positions,
             ),
         )
 
@@ -116,10 +118,10 @@ class TrainingAttempt:
         self._record(stats)
         actors = self._context.actors
         if (master := actors.replace_dead_master()) is not None:
-            _call(feeder.attach_master.remote(master))
+            _ask_feeder(feeder.attach_master.remote(master))
         if stats["replicas"] < self._context.recipe.hidden_states.replicas:
             for replica in actors.replace_dead_replicas():
-                _call(feeder.add_replica.remote(replica))
+                _ask_feeder(feeder.add_replica.remote(replica))
 
     def _record(self, stats: dict[str, Any]) -> None:
         frame = self._context.frame
@@ -150,7 +152,7 @@ class TrainingAttempt:
             ray.get(feeder.finish_early.remote(), timeout=grace_s)
             trained: TrainingResult = ray.get(result, timeout=max(0.1, grace_s - (time.monotonic() - began)))
         except (ray.exceptions.RayError, TimeoutError) as error:
-            progress.say(f"no last checkpoint within {grace_s:g} s ({type(error).__name__}): the one before stands")
+            progress.say(f"no last checkpoint within {grace_s:g} s ({short(error)}); the one before stands")
             return
         step = self._plan.steps if trained.stopped_at is None else trained.stopped_at
         progress.say(f"checkpoint of step {step} is written ({time.monotonic() - began:.1f} s)")
@@ -185,7 +187,11 @@ def _board() -> Any:
     return ray.remote(_ProgressBoard).options(num_cpus=0).remote()
 
 
-def _call(answer: Any) -> Any:
+def _ask_feeder(answer: Any) -> Any:
+    """What the feeder answers. Raises FeederGone when it is dead, and what it raises."""
     import ray
 
-    return ray.get(answer)
+    try:
+        return ray.get(answer)
+    except ray.exceptions.RayActorError as error:
+        raise FeederGone(short(error)) from error
