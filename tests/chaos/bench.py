@@ -25,7 +25,7 @@ extraction: {{deterministic: true}}
 hidden_states: {{replicas: {replicas}, window_bytes: 512KiB, segment_bytes: 16MiB, buffer_bytes: 16MiB}}
 training:
   workers: {workers}
-  epochs: 100
+  epochs: {epochs}
   row_tokens: 128
   evaluate_every_steps: 100
   checkpoint_every_steps: 20
@@ -92,6 +92,6 @@ class Bench:
             for number in range(10, 20)
         ]
         (folder / "prompts.jsonl").write_text("\n".join(lines))
-        recipe = RECIPE.format(target=self._target, replicas=shape.replicas, workers=shape.workers)
+        recipe = RECIPE.format(target=self._target, replicas=shape.replicas, workers=shape.workers, epochs=shape.epochs)
         (folder / "recipe.yaml").write_text(recipe)
         return folder

@@ -23,6 +23,7 @@ MOST_SUBMISSIONS = 4
 END_S = 60.0  # a run that is asked to end does so within this time
 DISK_BYTES = 64 << 20
 _ENGINE_START = re.compile(r"target replica\(s\) up \((\d+) s\)")
+_FULL = re.compile(r"the run failed: .*(the disk is full|the disk or the quota is full)")
 _LOG_LINES = 12
 
 
@@ -198,7 +199,7 @@ class Experiment:
         if self._scenario.way is Way.STOP:
             return None if status == 130 and struck else f"exit status {status} instead of 130 after a request to stop"
         if self._scenario.way is Way.FULL_DISK:
-            told = "the disk is full" in log.read_text() and bool(struck)
+            told = _FULL.search(log.read_text()) and struck
             return None if status == 1 and told else f"exit status {status}, and no word of a full disk"
         if any(fault.victim is Victim.DRIVER for fault in struck):
             return None

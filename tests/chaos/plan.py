@@ -69,6 +69,7 @@ class Shape:
     replicas: int = 1
     workers: int = 1
     until: str | None = "export"
+    epochs: int = 100
 
 
 @dataclass(frozen=True, slots=True)

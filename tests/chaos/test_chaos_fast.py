@@ -17,7 +17,7 @@ def killed_in_training(victim: Victim) -> Scenario:
     """The first scenario that kills this part alone; training is its last stage."""
     plans = (scenario(seed) for seed in range(20))
     found = next(plan for plan in plans if (plan.way, plan.stage, plan.faults[0].victim) == (Way.KILL, "train", victim))
-    return replace(found, shape=Shape(until="train"))
+    return replace(found, shape=Shape(until="train", epochs=40))
 
 
 @pytest.mark.timeout(900)
