@@ -21,6 +21,7 @@ from draftline.hidden_states.feeder import start_feeder
 from draftline.hidden_states.master import MooncakeMaster
 from draftline.hidden_states.store import StoreConfig
 from draftline.recipe.schema import Data, Draft, HiddenStates, Optimizer, Recipe, Resources, Target, Training
+from draftline.runs.stages.training_attempt import progress_board
 from draftline.samples.plan import BatchPlan, plan_rows
 from draftline.storage.local import LocalStore
 from draftline.storage.workspace import Workspace
@@ -235,13 +236,17 @@ def test_a_killed_worker_comes_back_and_ends_in_the_same_weights(source: Source,
 
     # The killed one also publishes its checkpoints to a store elsewhere.
     workspace = Workspace(LocalStore(tmp_path / "store"), "tiny", tmp_path / "killed")
-    killed = replace(make_spec(source, tmp_path / "killed", ranks=1), workspace=workspace)
+    board = progress_board()
+    killed = replace(make_spec(source, tmp_path / "killed", ranks=1), workspace=workspace, progress=board)
     attempt = Attempt(killed, tmp_path / "killed", max_failures=1)
     attempt.wait_for_checkpoint()
     kill_train_worker()
     again = attempt.result()
     attempt.end_feeder()
     assert again.resumed_from >= 2
+    (loss,) = ray.get(board.losses.remote())
+    assert loss.startswith("train worker 0: ActorDiedError"), loss
+    ray.kill(board)
     assert_same(killed, again, whole)
     published = tmp_path / "store" / "tiny" / "checkpoints" / f"step-{spec.steps:08d}"
     assert sorted(path.name for path in published.iterdir()) == [

@@ -1,4 +1,5 @@
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import ray.exceptions
@@ -9,6 +10,7 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 from draftline.errors import RunFailed
 from draftline.hidden_states.store import StoreUnavailable
 from draftline.storage.store import DiskFull, StoreFailed
+from draftline.training.fail_fast import FailFast
 from draftline.training.failures import FeederGone, TrainingFailed, cause_of, is_final, one_line, origin
 
 DEAD = ray.exceptions.ActorDiedError()
@@ -65,3 +67,14 @@ def test_only_what_cannot_be_helped_is_final() -> None:
     assert all(is_final(of_workers(error)) for error in final)
     assert not any(is_final(of_workers(error)) for error in (GLOO, ValueError("x"), DEAD))
     assert isinstance(of_workers(GLOO), TrainingFailedError)
+
+
+def test_only_losses_that_a_new_start_mends_are_told_and_the_others_raised() -> None:
+    told: list[str] = []
+    board = SimpleNamespace(lost=SimpleNamespace(remote=told.append))
+    FailFast(board).after_exception(None, {1: GLOO, 0: WorkerHealthCheckFailedError("gone", failure=DEAD)})
+    assert [what.partition(": ")[0] for what in told] == ["train worker 0"]
+    with pytest.raises(FeederGone):
+        FailFast(board).after_exception(None, {0: DEAD, 1: FeederGone("the feeder is gone")})
+    FailFast().after_exception(None, {0: DEAD})
+    assert len(told) == 1

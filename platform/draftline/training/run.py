@@ -52,7 +52,7 @@ def run_training(
             storage_filesystem=storage_filesystem,
             failure_config=failures,
             checkpoint_config=CheckpointConfig(num_to_keep=KEPT_POINTERS),
-            callbacks=[FailFast()],  # type: ignore[list-item] # of Ray Train's second version
+            callbacks=[FailFast(spec.progress)],  # type: ignore[list-item] # of Ray Train's second version
         ),
     )
     try:

@@ -18,11 +18,12 @@ from draftline.runs.stopping import stop_behind
 from draftline.samples.plan import BatchPlan
 from draftline.samples.rows import Sample
 from draftline.storage.ray_storage import ray_storage
-from draftline.training.failures import FeederGone
+from draftline.training.failures import FeederGone, cause_of
 from draftline.training.run import training_actor
 from draftline.training.spec import TrainingResult, TrainingSpec, token_digest
 
 POLL_S = 1.0
+LAST_WORDS_S = 5.0  # Ray Train's controller looks after its workers every 2 s
 FEEDER, BOARD, WORKERS = "feeder", "progress board", "train workers"
 
 
@@ -32,7 +33,7 @@ class TrainingAttempt:
     def __init__(self, context: RunContext, samples: Sequence[Sample], plan: BatchPlan, number: int) -> None:
         self._context, self._samples, self._plan, self._number = context, samples, plan, number
         self._incidents = 0  # of the feeder's that the record has
-        self._starts = 1  # of the worker group
+        self._losses = 0  # of the worker group's that the record has
 
     def run(self) -> TrainingResult:
         """Trains to the end. When the run is asked to stop, training ends with a checkpoint first.
@@ -45,18 +46,22 @@ class TrainingAttempt:
         actors.replace_dead_master()
         actors.replace_dead_replicas()
         try:
-            feeder, board = self._start_feeder(), actors.own(BOARD, _board())
+            feeder, board = self._start_feeder(), actors.own(BOARD, progress_board())
             result = self._start_workers(feeder, board)
             try:
                 while not ray.wait([result], timeout=POLL_S)[0]:
                     stats = _ask_feeder(feeder.stats.remote())
                     self._show(ray.get(board.latest.remote()), stats)
+                    self._record_losses(ray.get(board.losses.remote()))
                     self._mend(feeder, stats)
+                trained: TrainingResult = ray.get(result)
+                self._hear_of_workers(board, result)
             except BaseException as error:
                 if stop_behind(error):
                     self._stop_with_checkpoint(feeder, result)
+                elif cause_of(error) not in ("workers", "stage"):
+                    self._hear_of_workers(board, result)
                 raise
-            trained: TrainingResult = ray.get(result)
             for damaged in trained.damaged_checkpoints:
                 self._context.frame.note(Cause.STORAGE, f"checkpoint {damaged}", "passed over", "an older one is whole")
             self._record(_ask_feeder(feeder.stats.remote()))
@@ -114,7 +119,7 @@ class TrainingAttempt:
         )
 
     def _mend(self, feeder: Any, stats: dict[str, Any]) -> None:
-        """Records what the feeder and the worker group met, and replaces what is lost for good."""
+        """Records what the feeder met, and replaces what is lost for good."""
         self._record(stats)
         actors = self._context.actors
         if (master := actors.replace_dead_master()) is not None:
@@ -133,9 +138,26 @@ class TrainingAttempt:
                 frame.note(Cause.STATE, what, "captured again", "limited by hidden_states.attempts")
             else:
                 self._budget(Cause(cause), what)
-        for _ in range(int(stats["worker_starts"]) - self._starts):
-            self._budget(Cause.WORKERS, "train workers were lost; all start again from the last checkpoint")
-        self._starts = max(self._starts, int(stats["worker_starts"]))
+
+    def _record_losses(self, losses: Sequence[str]) -> None:
+        fresh, self._losses = losses[self._losses :], len(losses)
+        for what in fresh:
+            self._budget(Cause.WORKERS, f"{what}; all start again from the last checkpoint")
+
+    def _hear_of_workers(self, board: Any, result: Any) -> None:
+        """Records train workers that were lost just before the attempt ended, perhaps by another loss. Bounded."""
+        import ray
+
+        end, heard = time.monotonic() + LAST_WORDS_S, self._losses
+        while True:
+            ended = bool(ray.wait([result], timeout=POLL_S)[0])
+            try:
+                losses = ray.get(board.losses.remote(), timeout=LAST_WORDS_S)
+            except (ray.exceptions.RayError, TimeoutError):  # what the board knew went with it
+                return
+            self._record_losses(losses)
+            if ended or self._losses > heard or time.monotonic() > end:
+                return
 
     def _budget(self, cause: Cause, what: str) -> None:
         decision = self._context.frame.failed(cause, what)
@@ -167,10 +189,11 @@ class TrainingAttempt:
 
 
 class _ProgressBoard:
-    """Where rank 0 leaves its latest figures for the driver to show."""
+    """Where rank 0 leaves its latest figures for the driver to show, and Ray Train's controller what it lost."""
 
     def __init__(self) -> None:
         self._latest: dict[str, Any] | None = None
+        self._losses: list[str] = []
 
     def update(self, figures: dict[str, Any]) -> None:
         self._latest = figures
@@ -178,10 +201,18 @@ class _ProgressBoard:
     def latest(self) -> dict[str, Any] | None:
         return self._latest
 
+    def lost(self, what: str) -> None:
+        self._losses.append(what)
+
+    def losses(self) -> list[str]:
+        return self._losses
+
     def stop(self) -> None: ...
 
 
-def _board() -> Any:
+def progress_board() -> Any:
+    """A started actor: rank 0 calls `update(figures)`, Ray Train's controller `lost(what)`; the driver `latest()` and
+    `losses()`."""
     import ray
 
     return ray.remote(_ProgressBoard).options(num_cpus=0).remote()
