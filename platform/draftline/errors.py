@@ -9,3 +9,7 @@ class InputError(Exception):
 
 class RunFailed(RuntimeError):
     """The run cannot go on, or must not: a check did not hold, or a part is gone. The message says the numbers."""
+
+
+class BudgetSpent(RunFailed):
+    """A part was lost more often than the recipe's `failures` allow. Decided: nobody above tries again."""

@@ -245,7 +245,7 @@ def test_a_killed_worker_comes_back_and_ends_in_the_same_weights(source: Source,
     attempt.end_feeder()
     assert again.resumed_from >= 2
     (loss,) = ray.get(board.losses.remote())
-    assert loss.startswith("train worker 0: ActorDiedError"), loss
+    assert loss.startswith("train worker 0: "), loss
     ray.kill(board)
     assert_same(killed, again, whole)
     published = tmp_path / "store" / "tiny" / "checkpoints" / f"step-{spec.steps:08d}"

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from ray import exceptions
 
-from draftline.errors import InputError, RunFailed
+from draftline.errors import BudgetSpent, InputError, RunFailed
 from draftline.hidden_states.store import StatesLost
 from draftline.recipe.schema import Recipe
 from draftline.runs.attempts import run_stage
@@ -17,10 +17,11 @@ from draftline.runs.failures import cause_of, short
 from draftline.runs.frame import RunFrame, Stage
 from draftline.runs.policy import Cause
 from draftline.runs.progress import Progress
-from draftline.runs.record import read_record
+from draftline.runs.record import StoredRecord, read_record
 from draftline.runs.stopping import StopRequested
 from draftline.storage.local import LocalStore
 from draftline.storage.store import DiskFull, StoreFailed
+from draftline.training import failures as training_failures
 
 
 class EngineDeadError(Exception):
@@ -109,7 +110,7 @@ def test_a_stage_is_tried_again_after_losses(tmp_path: Path) -> None:
     record = read_record(LocalStore(tmp_path), "first").record
     assert record.stages["prepare"].state == "done"
     assert len(record.stages["prepare"].attempts) == 3
-    assert [(event.stage, event.cause) for event in record.events] == [("", "engine"), ("", "storage")]
+    assert [(event.stage, event.cause) for event in record.events] == [("prepare", "engine"), ("prepare", "storage")]
 
 
 def test_mistakes_and_stops_are_not_tried_again(tmp_path: Path) -> None:
@@ -118,6 +119,32 @@ def test_mistakes_and_stops_are_not_tried_again(tmp_path: Path) -> None:
         with pytest.raises(type(error)):
             attempt(tmp_path, bodies)
         assert len(bodies.errors) == 1
+
+
+def test_a_loss_that_was_judged_is_not_judged_again() -> None:
+    try:
+        raise BudgetSpent("replica lost; failures.replicas allows 0") from exceptions.ActorDiedError()
+    except BudgetSpent as error:
+        assert cause_of(error) is None
+        assert training_failures.cause_of(error) == "stage"
+
+
+def test_a_store_that_refuses_the_first_write_of_a_stage_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, refusals = StoredRecord.write, [StoreFailed("s3://b: slow down")]
+
+    def refusing(stored: StoredRecord) -> None:
+        if refusals and stored.record.stages["prepare"].state == "running":
+            raise refusals.pop()
+        write(stored)
+
+    monkeypatch.setattr(StoredRecord, "write", refusing)
+    with pytest.raises(StopRequested):
+        attempt(tmp_path, Bodies())
+    record = read_record(LocalStore(tmp_path), "first").record
+    assert record.stages["prepare"].state == "done"
+    assert [(event.stage, event.cause) for event in record.events] == [("prepare", "storage")]
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_one_message(tmp_path: Path) -> None:

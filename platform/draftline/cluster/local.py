@@ -28,7 +28,7 @@ _LEAST_LOGICAL_CPUS = 8  # Ray's CPUs only decide who may start; each actor sets
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_process_group_cleanup_enabled": "1",  # an actor's children go with it
-    "RAY_JOB_STOP_WAIT_TIME_S": "30",  # the driver takes engines, master and Serve down in this time
+    "RAY_JOB_STOP_WAIT_TIME_S": "60",  # the driver saves a checkpoint and ends all in this time
     "RAY_prestart_worker_first_driver": "0",  # one idle worker per logical CPU would only take memory
 }
 

@@ -68,12 +68,18 @@ class RunActors:
         return actor
 
     def end(self, name: str) -> None:
-        """Stops an actor by its own `stop`, then kills it, which also ends one that hangs."""
+        """Stops an actor by its own `stop` if it has one, then kills it, which also ends one that hangs.
+
+        An actor that was never owned is none: whoever cleans up need not know how far the start came.
+        """
         import ray
 
-        actor = self._owned.pop(name)
+        actor = self._owned.pop(name, None)
+        if actor is None:
+            return
         try:
-            ray.get(actor.stop.remote(), timeout=STOP_WAIT_S)
+            if (stop := getattr(actor, "stop", None)) is not None:
+                ray.get(stop.remote(), timeout=STOP_WAIT_S)
         except (ray.exceptions.RayError, TimeoutError) as problem:
             self._progress.say(f"{name} did not stop by itself ({type(problem).__name__}); killed")
         ray.kill(actor)

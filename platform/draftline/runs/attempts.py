@@ -33,7 +33,7 @@ def run_stage(context: RunContext, name: str, body: Callable[[RunContext, Stage]
             cause = None if stop_behind(error) else cause_of(error)
             if cause is None:
                 raise
-            if frame.failed(cause, f"stage {name}: {short(error)}").action is Action.FAIL:
+            if frame.failed(cause, short(error), name).action is Action.FAIL:
                 if cause is Cause.DISK:
                     raise RunFailed(
                         f"the disk is full: {short(error)}. Make room and submit the same run_id again: it goes on "

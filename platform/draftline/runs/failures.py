@@ -9,18 +9,22 @@ import errno
 import os
 from collections.abc import Iterator
 
+from draftline.errors import BudgetSpent
 from draftline.runs.policy import Cause
 
 _ENGINE_DEATHS = {"EngineDeadError", "EngineGenerateError"}
 
 
 def cause_of(error: BaseException) -> Cause | None:
-    """The cause that a failure policy knows; None: not a loss (a failed check, bad input, a mistake)."""
+    """The cause that a failure policy knows; None: not a loss (a failed check, bad input, a mistake), or
+    one that was judged already."""
     from ray import exceptions
 
     from draftline.hidden_states.store import StatesLost, StoreUnavailable
     from draftline.storage.store import DiskFull, StoreFailed
 
+    if any(isinstance(each, BudgetSpent) for each in _chain(error)):
+        return None
     lost = (
         exceptions.RayActorError,
         exceptions.WorkerCrashedError,

@@ -124,18 +124,22 @@ class RunFrame:
         self.record.guarantee = held
         self._write()
 
-    def failed(self, cause: Cause, what: str) -> Decision:
-        """Something was lost: decides what follows, records and says it, and waits as long as was decided."""
+    def failed(self, cause: Cause, what: str, stage: str = "") -> Decision:
+        """Something was lost: decides what follows, records and says it, and waits as long as was decided.
+
+        `stage` is the one that the loss ended; when empty, the one that runs.
+        """
         decision = self.policy.decide(cause, time.monotonic())
-        self.note(cause, what, decision.action, decision.reason)
+        self.note(cause, what, decision.action, decision.reason, stage)
         if decision.action is Action.RECOVER:
             time.sleep(decision.pause_s)
         return decision
 
-    def note(self, cause: Cause, what: str, action: str, reason: str) -> None:
-        """Records and says something that was dealt with."""
+    def note(self, cause: Cause, what: str, action: str, reason: str, stage: str = "") -> None:
+        """Records and says something that was dealt with; `stage` as for `failed`."""
         self.progress.say(f"{cause}: {what} -> {action} ({reason})")
-        stage = next((name for name, kept in self.record.stages.items() if kept.state is StageState.RUNNING), "")
+        running = (name for name, kept in self.record.stages.items() if kept.state is StageState.RUNNING)
+        stage = stage or next(running, "")
         self.record.add_event(
             Event(time=now(), stage=stage, cause=cause, what=what[:EVENT_CHARACTERS], action=action, reason=reason)
         )
@@ -177,10 +181,10 @@ class RunFrame:
             self.progress.say(f"stage {name} runs again: {', '.join(damaged[:3])} missing or changed")
         self._move(name, StageState.RUNNING)
         kept.attempts.append(Attempt(started=now()))
-        self._write()
-        self.progress.stage(name)
         stage = Stage(name, self.workspace)
         try:
+            self._write()
+            self.progress.stage(name)
             yield stage
             kept.outputs = stage.publish()
         except BaseException as error:

@@ -80,7 +80,7 @@ class FailurePolicy:
                 Action.FAIL, 0.0, f"failures.{key} allows {budget} within {self.failures.forget_after_s:g} s"
             )
         longer = SLOW_TO_PASS if cause in (Cause.STORAGE, Cause.DISK) else 1
-        pause_s = min(LONGEST_PAUSE_S, longer * self.failures.pause_s * 2 ** (count - 1))
+        pause_s = min(LONGEST_PAUSE_S, longer * self.failures.pause_s * 2 ** min(count - 1, 16))
         return Decision(Action.RECOVER, pause_s, f"failure {count} of {budget} that failures.{key} allows")
 
 

@@ -25,6 +25,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def skip_list(self) -> Path:
+        """The samples that could not be extracted; kept in the store alone."""
+        return self.path / "skipped.json"
+
+    @property
     def draft(self) -> Path:
         """Folder of the exported draft."""
         return self.path / "draft"

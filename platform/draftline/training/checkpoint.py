@@ -113,7 +113,7 @@ class CheckpointFolder:
             return None
         folder, manifest = chosen
         if step is None:
-            self._publish_missing(folder)
+            self._publish(folder)
         load_trainable_state(model, load_file(folder / WEIGHTS))
         optimizers.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
         return Restored(manifest.step, json.loads((folder / HISTORY).read_text(encoding="utf-8")))
@@ -193,9 +193,10 @@ class CheckpointFolder:
             raise CheckpointDamaged(f"missing or damaged in the store: {', '.join(bad)}")
         return verified(folder)
 
-    def _publish_missing(self, folder: Path) -> None:
-        """A worker that was killed between saving and publishing left a checkpoint that only this machine has."""
-        if self._workspace is not None and step_of(folder.name) not in self._published_steps():
+    def _publish(self, folder: Path) -> None:
+        """A worker that was killed between saving and publishing left a checkpoint that only this machine has; and the
+        store's copy may be damaged where this machine's is whole."""
+        if self._workspace is not None:
             self._workspace.publish_folder(folder)
 
     def _note(self, folder: Path, problem: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from draftline.errors import RunFailed
+from draftline.errors import BudgetSpent, RunFailed
 
 Lost = Literal["workers", "feeder", "master", "store", "stage"]
 
@@ -42,11 +42,14 @@ class TrainingFailed(RunFailed):
 
 
 def cause_of(error: BaseException) -> Lost:
-    """The part whose loss ended the training; `stage` when none was lost: a mistake, bad input, a check that failed.
+    """The part whose loss ended the training; `stage` when none was lost (a mistake, bad input, a check
+    that failed), or when the loss was judged already.
 
     When several ranks failed, the loss that explains the others counts: without a feeder all ranks end, and one rank
     that dies takes its neighbours' connections along.
     """
+    if any(isinstance(each, BudgetSpent) for each in _chain(error)):
+        return "stage"
     found = {lost for each in _chain(error) if (lost := _lost(each)) is not None}
     return next((lost for lost in _ORDER if lost in found), "stage")
 

@@ -74,7 +74,10 @@ def _scaling(spec: TrainingSpec, gpu: bool) -> ScalingConfig:
 
 
 class _TrainingDriver:
-    """Holds `run_training` in a process of its own, so that the run's driver never imports torch."""
+    """Holds `run_training` in a process of its own, so that the run's driver never imports torch.
+
+    The worker group belongs to this process and dies with it.
+    """
 
     def run(
         self,
@@ -86,9 +89,6 @@ class _TrainingDriver:
     ) -> TrainingResult:
         """See `run_training`."""
         return run_training(spec, storage_path, storage_filesystem, attempt=attempt, max_failures=max_failures)
-
-    def stop(self) -> None:
-        """Nothing to end: the worker group belongs to this actor's process and dies with it."""
 
 
 def training_actor() -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from draftline.errors import BudgetSpent
 from draftline.runs.context import RunContext
 from draftline.runs.failures import cause_of, short
 from draftline.runs.frame import Stage
@@ -13,6 +15,7 @@ from draftline.runs.policy import Action, Cause
 from draftline.samples.answer import answer_prompts
 from draftline.samples.parts import AnswerParts
 from draftline.samples.rows import write_samples
+from draftline.storage.files import sha256_file
 
 
 def prepare(context: RunContext, stage: Stage) -> None:
@@ -42,8 +45,10 @@ def prepare(context: RunContext, stage: Stage) -> None:
     )
     seconds = time.monotonic() - began
     write_samples(context.samples_file, samples)
-    parts.clear()
     stage.made(context.samples_file)
+    frame.workspace.publish(context.samples_file)
+    parts.clear()  # not before the store has the samples
+    _forget_trainings_on_other_samples(context)
     kept = {sample.number for sample in known}
     tokens = sum(sample.answer_tokens for sample in samples)
     fresh_tokens = sum(sample.answer_tokens for sample in samples if sample.number not in kept)
@@ -59,11 +64,24 @@ def prepare(context: RunContext, stage: Stage) -> None:
     )
 
 
+def _forget_trainings_on_other_samples(context: RunContext) -> None:
+    """What an earlier attempt learned from samples that were damaged since: answers made again may differ."""
+    frame, workspace = context.frame, context.frame.workspace
+    before = frame.record.stages["prepare"].outputs.get(workspace.name(context.samples_file))
+    if before in (None, sha256_file(context.samples_file)):
+        return
+    frame.progress.say("the answers differ from those before: training begins again")
+    checkpoints = workspace.names(workspace.name(frame.folder.checkpoints))
+    workspace.remove(*checkpoints, workspace.name(frame.folder.skip_list))
+    shutil.rmtree(frame.folder.checkpoints, ignore_errors=True)
+
+
 def _replaced(context: RunContext, error: Exception) -> Sequence[Any]:
     """The replicas, once new ones stand for those that are lost; raises `error` when it is of another kind."""
     if cause_of(error) is not Cause.ENGINE:
         raise error
-    if context.frame.failed(Cause.REPLICA, short(error)).action is Action.FAIL:
-        raise error
+    decision = context.frame.failed(Cause.REPLICA, short(error))
+    if decision.action is Action.FAIL:
+        raise BudgetSpent(f"{short(error)}; {decision.reason}") from error
     context.actors.replace_dead_replicas()
     return context.actors.replicas()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from draftline.errors import BudgetSpent
 from draftline.runs.actors import remote_task
 from draftline.runs.context import RunContext
 from draftline.runs.frame import Stage
@@ -81,6 +82,9 @@ def _train(context: RunContext, samples: Sequence[Sample]) -> TrainingResult:
             return TrainingAttempt(context, samples, plan, number).run()
         except Exception as error:
             cause = None if stop_behind(error) else LOST.get(cause_of(error))
-            if cause is None or context.frame.failed(cause, one_line(origin(error))).action is Action.FAIL:
+            if cause is None:
                 raise
+            decision = context.frame.failed(cause, one_line(origin(error)))
+            if decision.action is Action.FAIL:
+                raise BudgetSpent(f"{one_line(origin(error))}; {decision.reason}") from error
     raise AssertionError("unreachable")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from draftline.errors import RunFailed
+from draftline.errors import BudgetSpent, RunFailed
 from draftline.hidden_states.feeder import start_feeder
 from draftline.hidden_states.skip_list import SkipList
 from draftline.recipe.sizes import states_shape
@@ -38,7 +38,7 @@ class TrainingAttempt:
     def run(self) -> TrainingResult:
         """Trains to the end. When the run is asked to stop, training ends with a checkpoint first.
 
-        Raises RunFailed when losses are more than the recipe allows, and what ended the training.
+        Raises BudgetSpent when losses are more than the recipe allows, and what ended the training.
         """
         import ray
 
@@ -74,7 +74,7 @@ class TrainingAttempt:
 
     def _start_feeder(self) -> Any:
         context, recipe = self._context, self._context.recipe
-        workspace = context.frame.workspace
+        workspace, folder = context.frame.workspace, context.frame.folder
         return context.actors.own(
             FEEDER,
             start_feeder(
@@ -87,7 +87,7 @@ class TrainingAttempt:
                 key_prefix=context.key("states", self._number),
                 master=context.actors.master(),
                 predecessors=[context.key("states", earlier) for earlier in range(self._number)],
-                skip_list=SkipList(workspace.store, f"{workspace.prefix}/skipped.json"),
+                skip_list=SkipList(workspace.store, f"{workspace.prefix}/{workspace.name(folder.skip_list)}"),
                 # Extraction need not wait for the workers to start, unless a checkpoint will say where they begin.
                 begin_at=None if workspace.names("checkpoints") else self._plan.held_out_positions,
             ),
@@ -162,7 +162,7 @@ class TrainingAttempt:
     def _budget(self, cause: Cause, what: str) -> None:
         decision = self._context.frame.failed(cause, what)
         if decision.action is Action.FAIL:
-            raise RunFailed(f"{what}; {decision.reason}")
+            raise BudgetSpent(f"{what}; {decision.reason}")
 
     def _stop_with_checkpoint(self, feeder: Any, result: Any) -> None:
         """Has training end at the next step that all ranks can reach, with a checkpoint. Bounded; never raises."""
@@ -206,8 +206,6 @@ class _ProgressBoard:
 
     def losses(self) -> list[str]:
         return self._losses
-
-    def stop(self) -> None: ...
 
 
 def progress_board() -> Any:
