@@ -136,6 +136,15 @@ def test_what_was_saved_but_not_published_is_published_by_who_goes_on(
     assert second.restores(4)
 
 
+def test_what_is_damaged_in_the_store_is_sent_again_by_who_has_it_whole(
+    first: Machine, second: Machine, tmp_path: Path
+) -> None:
+    first.save(2, 4)
+    flip(in_store(tmp_path, 4, "weights.safetensors"))
+    assert first.restores(4)
+    assert second.restores(4)
+
+
 def test_the_step_that_another_rank_chose_must_be_there(first: Machine, second: Machine) -> None:
     first.save(2, 4)
     model, optimizers = trained(999)
