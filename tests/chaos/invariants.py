@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ Consumed = Sequence[Sequence[Sequence[int]]]
 CHECKED_SAMPLES = 4  # by each replica, before training
 TOKEN_BYTES = 3 * 64 * 4  # two taps and the last layer of the tiny target, float32
 
+_FULL = re.compile("disk is full|quota is full|No space left")  # what a message says of a full disk
 # What the record may call the loss of each victim. The engine's loss is noticed by whoever asks it next.
 _CAUSES = {
     Victim.REPLICA: {"replica", "engine"},
@@ -31,7 +33,7 @@ _CAUSES = {
     Victim.WORKER: {"workers"},
     Victim.TRAINING_DRIVER: {"workers"},
     Victim.TRAIN_CONTROLLER: {"workers"},
-    Victim.BOARD: {"workers", "board", "engine"},
+    Victim.BOARD: {"workers", "engine"},
     Victim.EXPORT_TASK: {"engine"},
     Victim.EVALUATION_ENGINE: {"engine"},
     Victim.EVALUATION_CORE: {"engine"},
@@ -137,7 +139,8 @@ def record_problems(record: Mapping[str, Any], scenario: Scenario) -> list[str]:
     if scenario.way is Way.STOP and not any("SIGTERM" in (each["reason"] or "") for each in attempts):
         problems.append(f"no attempt says that it ended by SIGTERM: {[each['reason'] for each in attempts]}")
     # A run that gives up while the disk is full cannot write why; then the next one says that it found it so.
-    if scenario.way is Way.FULL_DISK and not {"disk", "storage", "driver"} & set(causes):
+    told = any(event["cause"] == "driver" or _FULL.search(event["what"]) for event in events)
+    if scenario.way is Way.FULL_DISK and not told:
         problems.append(f"no event tells of the full disk; events: {causes or 'none'}")
     if scenario.way is Way.NOTHING and events:
         problems.append(f"nothing was done to the run, and yet: {[event['what'] for event in events]}")

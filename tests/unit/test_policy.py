@@ -36,6 +36,11 @@ def test_pauses_double_and_old_failures_are_forgotten() -> None:
     assert policy.decide(Cause.REPLICA, 200.0).pause_s == 2.0
 
 
+def test_pauses_stay_bounded_after_thousands_of_failures() -> None:
+    policy = FailurePolicy(Failures(replicas=5000, pause_s=2.0, forget_after_s=1e6))
+    assert [policy.decide(Cause.REPLICA, 0.0).pause_s for _ in range(3000)][-1] == LONGEST_PAUSE_S
+
+
 def test_lost_states_need_no_budget() -> None:
     policy = FailurePolicy(Failures())
     assert {policy.decide(Cause.STATE, 0.0).action for _ in range(100)} == {Action.RECOVER}

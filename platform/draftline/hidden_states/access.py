@@ -33,10 +33,6 @@ class StoreAccess:
         """Those handles that hold neither states nor an error marker."""
         return await self._call(lambda: self._client.missing(handles))
 
-    async def clear(self) -> int:
-        """Removes all that the store holds; returns how many objects."""
-        return await self._call(self._client.clear)
-
     async def clear_prefixed(self, key_prefix: str) -> int:
         """Removes all states of keys that begin with `key_prefix` and a dash; returns how many objects."""
         return await self._call(lambda: self._client.clear_prefixed(key_prefix))

@@ -237,10 +237,6 @@ class Feeder:
             "incidents_total": self._incidents.total,
         }
 
-    async def skipped(self) -> dict[tuple[int, int], str]:
-        """Reason by (sample, epoch) of what was given up."""
-        return self._window.skipped
-
     async def stop(self) -> None:
         """Lets captures go, waits for deletions under way, leaves the store. Who still waits gets ExtractionFailed."""
         self._fail("the feeder was stopped")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
-from draftline.errors import InputError
+from draftline.errors import BudgetSpent, InputError
 from draftline.recipe.schema import Recipe
 from draftline.runs.policy import Action, Cause, Decision, FailurePolicy
 from draftline.runs.progress import Progress
@@ -134,6 +134,12 @@ class RunFrame:
         if decision.action is Action.RECOVER:
             time.sleep(decision.pause_s)
         return decision
+
+    def recover(self, cause: Cause, what: str) -> None:
+        """As `failed`, for a loss that is dealt with inside the stage that runs. Raises BudgetSpent."""
+        decision = self.failed(cause, what)
+        if decision.action is Action.FAIL:
+            raise BudgetSpent(f"{what}; {decision.reason}")
 
     def note(self, cause: Cause, what: str, action: str, reason: str, stage: str = "") -> None:
         """Records and says something that was dealt with; `stage` as for `failed`."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftline.errors import BudgetSpent
 from draftline.runs.context import RunContext
 from draftline.runs.failures import cause_of, short
-from draftline.runs.frame import Stage
-from draftline.runs.policy import Action, Cause
+from draftline.runs.frame import RunFrame, Stage
+from draftline.runs.policy import Cause
 from draftline.samples.answer import answer_prompts
 from draftline.samples.parts import AnswerParts
 from draftline.samples.rows import write_samples
-from draftline.storage.files import sha256_file
 
 
 def prepare(context: RunContext, stage: Stage) -> None:
@@ -46,9 +44,9 @@ def prepare(context: RunContext, stage: Stage) -> None:
     seconds = time.monotonic() - began
     write_samples(context.samples_file, samples)
     stage.made(context.samples_file)
-    frame.workspace.publish(context.samples_file)
+    published = frame.workspace.publish(context.samples_file)
     parts.clear()  # not before the store has the samples
-    _forget_trainings_on_other_samples(context)
+    forget_trainings_on_others(frame, published)
     kept = {sample.number for sample in known}
     tokens = sum(sample.answer_tokens for sample in samples)
     fresh_tokens = sum(sample.answer_tokens for sample in samples if sample.number not in kept)
@@ -64,24 +62,23 @@ def prepare(context: RunContext, stage: Stage) -> None:
     )
 
 
-def _forget_trainings_on_other_samples(context: RunContext) -> None:
-    """What an earlier attempt learned from samples that were damaged since: answers made again may differ."""
-    frame, workspace = context.frame, context.frame.workspace
-    before = frame.record.stages["prepare"].outputs.get(workspace.name(context.samples_file))
-    if before in (None, sha256_file(context.samples_file)):
+def forget_trainings_on_others(frame: RunFrame, samples: Mapping[str, str]) -> None:
+    """Removes checkpoints and skip list of a training on samples that were damaged since: answers made again may
+    differ. `samples` is the sha256 of those made now, by name."""
+    workspace, before = frame.workspace, frame.record.stages["prepare"].outputs
+    if not before or before == samples:
         return
     frame.progress.say("the answers differ from those before: training begins again")
     checkpoints = workspace.names(workspace.name(frame.folder.checkpoints))
     workspace.remove(*checkpoints, workspace.name(frame.folder.skip_list))
-    shutil.rmtree(frame.folder.checkpoints, ignore_errors=True)
+    if frame.folder.checkpoints.exists():  # and those that were never published
+        shutil.rmtree(frame.folder.checkpoints)
 
 
 def _replaced(context: RunContext, error: Exception) -> Sequence[Any]:
     """The replicas, once new ones stand for those that are lost; raises `error` when it is of another kind."""
     if cause_of(error) is not Cause.ENGINE:
         raise error
-    decision = context.frame.failed(Cause.REPLICA, short(error))
-    if decision.action is Action.FAIL:
-        raise BudgetSpent(f"{short(error)}; {decision.reason}") from error
+    context.frame.recover(Cause.REPLICA, short(error))
     context.actors.replace_dead_replicas()
     return context.actors.replicas()

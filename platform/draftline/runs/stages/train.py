@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from draftline.errors import BudgetSpent
 from draftline.runs.actors import remote_task
 from draftline.runs.context import RunContext
+from draftline.runs.failures import short
 from draftline.runs.frame import Stage
 from draftline.runs.material import batch_plan
-from draftline.runs.policy import Action, Cause, guarantee
+from draftline.runs.policy import Cause, guarantee
 from draftline.runs.stages.training_attempt import TrainingAttempt
 from draftline.runs.stopping import stop_behind
 from draftline.samples.rows import Sample, read_samples
 from draftline.targets.capture_check import CheckedSample, run_capture_check
-from draftline.training.failures import cause_of, one_line, origin
+from draftline.training.failures import cause_of, origin
 from draftline.training.records import write_history
 from draftline.training.spec import TrainingResult
 
@@ -84,7 +84,5 @@ def _train(context: RunContext, samples: Sequence[Sample]) -> TrainingResult:
             cause = None if stop_behind(error) else LOST.get(cause_of(error))
             if cause is None:
                 raise
-            decision = context.frame.failed(cause, one_line(origin(error)))
-            if decision.action is Action.FAIL:
-                raise BudgetSpent(f"{one_line(origin(error))}; {decision.reason}") from error
+            context.frame.recover(cause, short(origin(error)))
     raise AssertionError("unreachable")

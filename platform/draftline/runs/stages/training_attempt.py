@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from draftline.errors import BudgetSpent, RunFailed
+from draftline.errors import RunFailed
 from draftline.hidden_states.feeder import start_feeder
 from draftline.hidden_states.skip_list import SkipList
 from draftline.recipe.sizes import states_shape
 from draftline.runs.context import RunContext
 from draftline.runs.failures import short
 from draftline.runs.material import draft_vocabulary, provenance
-from draftline.runs.policy import Action, Cause
+from draftline.runs.policy import Cause
 from draftline.runs.stopping import stop_behind
 from draftline.samples.plan import BatchPlan
 from draftline.samples.rows import Sample
@@ -137,12 +137,12 @@ class TrainingAttempt:
             if cause == Cause.STATE:
                 frame.note(Cause.STATE, what, "captured again", "limited by hidden_states.attempts")
             else:
-                self._budget(Cause(cause), what)
+                frame.recover(Cause(cause), what)
 
     def _record_losses(self, losses: Sequence[str]) -> None:
         fresh, self._losses = losses[self._losses :], len(losses)
         for what in fresh:
-            self._budget(Cause.WORKERS, f"{what}; all start again from the last checkpoint")
+            self._context.frame.recover(Cause.WORKERS, f"{what}; all start again from the last checkpoint")
 
     def _hear_of_workers(self, board: Any, result: Any) -> None:
         """Records train workers that were lost just before the attempt ended, perhaps by another loss. Bounded."""
@@ -158,11 +158,6 @@ class TrainingAttempt:
             self._record_losses(losses)
             if ended or self._losses > heard or time.monotonic() > end:
                 return
-
-    def _budget(self, cause: Cause, what: str) -> None:
-        decision = self._context.frame.failed(cause, what)
-        if decision.action is Action.FAIL:
-            raise BudgetSpent(f"{what}; {decision.reason}")
 
     def _stop_with_checkpoint(self, feeder: Any, result: Any) -> None:
         """Has training end at the next step that all ranks can reach, with a checkpoint. Bounded; never raises."""
