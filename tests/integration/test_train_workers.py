@@ -237,7 +237,7 @@ def test_a_killed_worker_comes_back_and_ends_in_the_same_weights(source: Source,
     # The killed one also publishes its checkpoints to a store elsewhere.
     workspace = Workspace(LocalStore(tmp_path / "store"), "tiny", tmp_path / "killed")
     board = progress_board()
-    killed = replace(make_spec(source, tmp_path / "killed", ranks=1), workspace=workspace, progress=board)
+    killed = replace(make_spec(source, tmp_path / "killed", ranks=1), workspace=workspace, board=board)
     attempt = Attempt(killed, tmp_path / "killed", max_failures=1)
     attempt.wait_for_checkpoint()
     kill_train_worker()

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 from ray import exceptions
 
-from draftline.errors import BudgetSpent, InputError, RunFailed
+from draftline.errors import BudgetSpent, InputError, RunFailed, one_line
 from draftline.hidden_states.store import StatesLost
 from draftline.recipe.schema import Recipe
 from draftline.runs.attempts import run_stage
 from draftline.runs.context import RunContext
-from draftline.runs.failures import cause_of, short
+from draftline.runs.failures import cause_of
 from draftline.runs.frame import RunFrame, Stage
 from draftline.runs.policy import Cause
 from draftline.runs.progress import Progress
@@ -61,8 +61,8 @@ def _raised_from(error: Exception) -> Exception:
 
 
 def test_an_error_in_one_line() -> None:
-    assert short(ValueError("first\nlast")) == "ValueError: last"
-    assert short(in_a_task(ValueError("layer 3"))) == "ValueError: layer 3"
+    assert one_line(ValueError("first\nlast")) == "ValueError: last"
+    assert one_line(in_a_task(ValueError("layer 3"))) == "ValueError: layer 3"
 
 
 class Bodies:

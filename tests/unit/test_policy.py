@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftline.recipe.schema import Failures
-from draftline.runs.policy import LONGEST_PAUSE_S, Action, Cause, FailurePolicy, Guarantee, guarantee
+from draftline.runs.policy import (
+    LONGEST_PAUSE_S,
+    LONGEST_SLOW_PAUSE_S,
+    Action,
+    Cause,
+    FailurePolicy,
+    Guarantee,
+    guarantee,
+)
 
 CAUSES = st.sampled_from([cause for cause in Cause if cause.recipe_key])
 
@@ -25,12 +33,13 @@ def test_a_cause_is_recovered_from_as_often_as_its_budget_says(events: list[tupl
         decision = policy.decide(cause, now)
         assert (decision.action is Action.RECOVER) == (count <= budget)
         assert f"failures.{cause.recipe_key}" in decision.reason
-        assert 0.0 <= decision.pause_s <= LONGEST_PAUSE_S
+        slow = cause in (Cause.STORAGE, Cause.DISK)
+        assert 0.0 <= decision.pause_s <= (LONGEST_SLOW_PAUSE_S if slow else LONGEST_PAUSE_S)
 
 
 def test_pauses_double_and_old_failures_are_forgotten() -> None:
     policy = FailurePolicy(Failures(replicas=3, pause_s=2.0, forget_after_s=100.0))
-    assert [policy.decide(Cause.REPLICA, time).pause_s for time in (0.0, 1.0, 2.0)] == [2.0, 4.0, 8.0]
+    assert [policy.decide(Cause.REPLICA, time).pause_s for time in (0.0, 1.0, 2.0)] == [2.0, 4.0, LONGEST_PAUSE_S]
     assert policy.decide(Cause.REPLICA, 3.0).action is Action.FAIL
     assert policy.decide(Cause.MASTER, 3.0).action is Action.RECOVER
     assert policy.decide(Cause.REPLICA, 200.0).pause_s == 2.0

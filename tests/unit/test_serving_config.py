@@ -6,6 +6,7 @@ import json
 import shlex
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 
 from draftline.errors import InputError
 from draftline.recipe.schema import Recipe
+from draftline.serving.app import losses
 from draftline.serving.config import (
     ServeConfig,
     check_draft_fits,
@@ -216,3 +218,20 @@ def test_curl_line_survives_the_shell() -> None:
     assert "http://127.0.0.1:8000/v1/chat/completions" in line
     body = json.loads(shlex.split(line)[-1])
     assert body["messages"][0]["content"] == "what's 2+2?" and body["max_tokens"] == 5
+
+
+def test_a_starting_application_s_losses_are_told_once_each() -> None:
+    failed = (
+        "A replica failed to start with exception. Retrying {} more time(s). Error:\nTraceback ...\nThe actor died."
+    )
+    slow = "Deployment 'LLM' has 1 replicas that have taken more than 30s to initialize."
+
+    def application(**messages: str) -> Any:
+        return SimpleNamespace(deployments={name: SimpleNamespace(message=text) for name, text in messages.items()})
+
+    first = losses(application(LLM=failed.format(2), Ingress=""))
+    assert first == {
+        "LLM: A replica failed to start with exception. Retrying 2 more time(s). Error: ... The actor died."
+    }
+    assert losses(application(LLM=failed.format(1))).isdisjoint(first)
+    assert not losses(application(LLM=slow)) and not losses(None)

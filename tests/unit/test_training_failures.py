@@ -7,12 +7,11 @@ from ray.train import TrainingFailedError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from draftline.errors import RunFailed
+from draftline.errors import RunFailed, one_line
 from draftline.hidden_states.store import StoreUnavailable
-from draftline.runs.failures import short
 from draftline.storage.store import DiskFull, StoreFailed
 from draftline.training.fail_fast import FailFast
-from draftline.training.failures import FeederGone, TrainingFailed, cause_of, is_final, one_line, origin
+from draftline.training.failures import FeederGone, TrainingFailed, cause_of, is_final, origin
 
 DEAD = ray.exceptions.ActorDiedError()
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:5")
@@ -51,7 +50,7 @@ def test_the_cause_survives_an_actor_s_boundary() -> None:
     crossed = ray.exceptions.RayTaskError("run", "Traceback ...", failed).as_instanceof_cause()
     assert isinstance(crossed, TrainingFailed)
     assert cause_of(crossed) == "feeder"
-    assert short(origin(crossed)) == "TrainingFailed: training failed (feeder): FeederGone: the feeder is gone"
+    assert one_line(origin(crossed)) == "TrainingFailed: training failed (feeder): FeederGone: the feeder is gone"
     again = pickle.loads(pickle.dumps(failed))
     assert (again.lost, str(again)) == ("feeder", "training failed (feeder): FeederGone: the feeder is gone")
 

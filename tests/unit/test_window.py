@@ -514,3 +514,29 @@ def test_states_are_not_kept_for_an_epoch_that_training_does_not_reach() -> None
     assert window.finish_early() == 2
     window.commit(0, 1)
     assert window.bytes_by_state()["kept"] == 0 and len(window.take_leaving()) == 2
+
+
+def test_what_the_store_lost_while_a_reader_had_it_is_not_kept_for_a_later_epoch() -> None:
+    window = simple_window(samples=2, budget_rows=2, epochs=2)
+    captured = [capture(window) for _ in range(2)]
+    assert window.deliver(0, 0) is not None
+    window.store_lost()
+    window.commit(0, 0)  # it was read in time
+    assert set(window.take_leaving()) == {lease.key for lease in captured}
+    for lease in captured:
+        window.released(lease.key)
+    again = set()
+    for position in range(1, 4):
+        while window.deliver(0, position) is None:
+            again.add(capture(window).sample)
+        window.commit(0, position)
+    assert again == {0, 1}
+
+
+def test_states_that_are_gone_are_captured_again_when_training_starts_again_where_it_was() -> None:
+    window = simple_window()
+    lease = capture(window)
+    window.deliver(0, 0)
+    window.store_lost()
+    window.begin(0)
+    assert window.deliver(0, 0) is None and set(window.take_leaving()) == {lease.key}

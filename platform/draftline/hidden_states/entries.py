@@ -66,6 +66,7 @@ class Entry:
     attempt: int
     state: State = State.PLANNED
     failures: int = 0
+    gone: bool = False  # the store lost its states while a reader had them
     key: str = ""
     manifest: Mapping[str, Any] = field(default_factory=dict)
 

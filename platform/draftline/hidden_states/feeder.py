@@ -17,26 +17,25 @@ import ray
 
 from draftline.errors import InputError, RunFailed
 from draftline.hidden_states.access import StoreAccess
+from draftline.hidden_states.arrivals import ARRIVAL_S, SETTLE_S, Arrivals
 from draftline.hidden_states.capacity import StatesShape, store_capacity
 from draftline.hidden_states.entries import Delivery, Lease, WindowLimits
 from draftline.hidden_states.incidents import Incidents, LostPart
-from draftline.hidden_states.master import CLIENT_TTL_S
 from draftline.hidden_states.replicas import REJOIN_TIMEOUT_S, CaptureRefused, ReplicaLost, capture, rejoin
 from draftline.hidden_states.skip_list import SkipList
 from draftline.hidden_states.store import StoreClient, StoreConfig, StoreUnavailable
-from draftline.hidden_states.watch import MASTER_WAIT_S, WATCH_S, MasterGone, master_restarts
+from draftline.hidden_states.watch import MASTER_WAIT_S, WATCH_S, MasterWatch
 from draftline.hidden_states.window import Window
 from draftline.recipe.schema import HiddenStates
 from draftline.samples.plan import BatchPlan
+from draftline.storage.store import DiskFull, StoreFailed
 from draftline.telemetry.log import configure_logging
 
-# A manifest comes before its states are written; states that take longer were not written.
-ARRIVAL_S = 15.0
 ARRIVAL_POLL_S = 0.005
 # When states are looked for that replicas still wrote for an earlier feeder: pauses since the start and each other.
 LATE_S = (5.0, 20.0, 60.0, 240.0)
-# A store that was restarted or lost a segment is itself again after this time.
-SETTLE_S = CLIENT_TTL_S + 2.0
+# What can be had again, by whoever starts another feeder: told as it is. The rest ends the run.
+LOSSES = (StoreUnavailable, StoreFailed, DiskFull)
 
 _MISSING = f"not in the store {ARRIVAL_S:g} s after the replica's answer"
 
@@ -44,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class ExtractionFailed(RunFailed):
-    """Extraction cannot go on: no replica came in time, the store is gone, or too many samples had to be skipped."""
+    """Extraction cannot go on: too many samples had to be skipped, the window is too small, or a mistake of ours."""
 
 
 class Feeder:
@@ -53,7 +52,10 @@ class Feeder:
     `replicas` are handles with `capture(key, token_ids) -> manifest`, `healthy()` and `rejoin(master_address)`;
     `key_prefix` is new for every feeder. With `master`, a Mooncake master that dies is started again. `skip_list` keeps
     what was given up for a later attempt. Extraction begins with the first restart(), or at once at training position
-    `begin_at`. When no replica is left, one may be added within `replica_wait_s` seconds.
+    `begin_at`. When no replica is left, it goes on once one is added.
+
+    Whoever waits is told when it cannot go on: ExtractionFailed, or the StoreUnavailable, StoreFailed or DiskFull that
+    another feeder may not meet.
 
     The store is this feeder's alone: whatever lies there at the start is removed. `predecessors` are the key prefixes
     of feeders that were killed: what replicas still write for them is removed as well.
@@ -71,7 +73,6 @@ class Feeder:
         master: Any = None,
         skip_list: SkipList | None = None,
         begin_at: int | None = None,
-        replica_wait_s: float = 300.0,
         predecessors: Sequence[str] = (),
     ) -> None:
         configure_logging()
@@ -79,7 +80,6 @@ class Feeder:
         self._states = states
         self._numbers = itertools.count()
         self._replicas = {self._new_name(): replica for replica in replicas}
-        self._replica_wait_s = replica_wait_s
         self._skip_list = skip_list
         self._window = Window(
             plan,
@@ -94,6 +94,7 @@ class Feeder:
             skip_list.read() if skip_list else None,
         )
         self._skips_written = len(self._window.skipped)
+        self._skips_writer: asyncio.Task[None] | None = None
         self._first_address = self._address = store.master_address
         client = StoreClient(store)
         if removed := client.clear():
@@ -102,22 +103,22 @@ class Feeder:
         self._incidents = Incidents()
         self._master_missed = False
         self._captures: set[asyncio.Task[None]] = set()
-        self._deletions: set[asyncio.Task[None]] = set()
+        self._writes: set[asyncio.Task[None]] = set()
         self._watches: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._groups: set[str] = set()
-        self._problem: ExtractionFailed | None = None
-        self._settled_at = 0.0
-        self._answered_at: dict[str, float] = {}  # by key, of what is in the store
+        self._problem: Exception | None = None
+        self._arrivals = Arrivals()
         self._figures = {"captured_samples": 0, "captured_tokens": 0, "capture_s": 0.0, "lost_samples": 0} | {
             "failed_captures": 0,
             "replicas_lost": 0,
             "store_restarts": 0,
             "window_peak_bytes": 0,
         }
-        self._master_watch: asyncio.Task[None] | None = None
+        self._master_watch: MasterWatch | None = None
+        self._watching: asyncio.Task[None] | None = None
         if master is not None:
-            self._master_watch = self._begin(self._watch(master), self._watches)
+            self._watch(master)
         if predecessors:
             self._begin(self._clear_late(predecessors), self._watches)
         if begin_at is not None:
@@ -146,7 +147,7 @@ class Feeder:
         """
         while not self._window.is_over(position):
             row = self._window.deliver(rank, position)
-            if row is None:
+            if row is None or self._skips_written < len(self._window.skipped):
                 await self._change()
             elif await self._arrived(row):
                 return [replace(delivery, store=self._address) for delivery in row]
@@ -167,7 +168,9 @@ class Feeder:
 
     async def lost(self, key: str, reason: str) -> None:
         """Delivered states cannot be read: they are captured again, and the row is to be asked for again."""
-        if self._window.lost(key, reason, blameless=self._unsettled()):
+        if self._master_watch is not None:
+            await self._master_watch.check()  # a master that has just died explains it
+        if self._window.lost(key, reason, blameless=self._arrivals.blameless(key)):
             self._figures["lost_samples"] += 1
             self._note("state", f"hidden states {key} are lost and captured again: {reason}")
         self._move()
@@ -177,15 +180,16 @@ class Feeder:
     async def add_replica(self, replica: Any) -> str:
         """A new replica takes part, and the window grows by its segment, at most to its first size; returns its name.
 
-        One that joined the store of a master that was replaced since is moved. Raises what that meets.
+        One that joined the store of a master that was replaced since is moved; if it cannot, it is lost at once.
         """
-        if self._address != self._first_address:
-            await replica.rejoin.remote(self._address)
         name = self._new_name()
         self._replicas[name] = replica
-        self._window.add_replica(name)
-        self._fit_budget(f"{name} was added")
-        log.info("%s was added", name)
+        if self._address != self._first_address:
+            await self._rejoin(name, replica)
+        if name in self._replicas:
+            self._window.add_replica(name)
+            self._fit_budget(f"{name} was added")
+            log.info("%s was added", name)
         self._move()
         return name
 
@@ -196,18 +200,19 @@ class Feeder:
         is captured again.
         """
         address = await master.address.remote()
-        if self._master_watch is not None:
-            self._master_watch.cancel()
-        self._settled_at = time.monotonic() + REJOIN_TIMEOUT_S + SETTLE_S
+        if self._watching is not None:
+            self._watching.cancel()
+        self._master_watch = None
+        self._arrivals.unsettle(time.monotonic(), REJOIN_TIMEOUT_S)
         if address != self._address:
             self._address = address
             moves = [self._rejoin(name, replica) for name, replica in self._replicas.items()]
             try:
                 await asyncio.gather(self._store.rejoin(address), *moves)
             except StoreUnavailable as error:
-                raise self._fail(f"the store is gone: {error}") from error
+                raise self._fail(error) from None
         await self._restarted(1, f"the Mooncake master was lost; another one took over, at {address}")
-        self._master_watch = self._begin(self._watch(master), self._watches)
+        self._watch(master)
 
     async def finish_early(self) -> int:
         """Training ends with the last position that any rank was given since it started; returns the one after it.
@@ -238,23 +243,23 @@ class Feeder:
         }
 
     async def stop(self) -> None:
-        """Lets captures go, waits for deletions under way, leaves the store. Who still waits gets ExtractionFailed."""
-        self._fail("the feeder was stopped")
+        """Lets captures go, waits for writes under way, leaves the store. Who still waits gets ExtractionFailed."""
+        self._fail(ExtractionFailed("the feeder was stopped"))
         for task in (*self._watches, *self._captures):
             task.cancel()
-        await asyncio.gather(*self._watches, *self._captures, *self._deletions, return_exceptions=True)
+        await asyncio.gather(*self._watches, *self._captures, *self._writes, return_exceptions=True)
         await self._store.close()
 
     # Inside
 
     def _move(self) -> None:
         """After every change: hands out captures, deletes what is to be deleted, wakes whoever waits."""
-        self._write_skips()
+        self._note_skips()
         if self._problem is None:
             while any([self._lease(name) for name in sorted(self._window.replicas, key=self._window.in_flight)]):
                 pass
         if leaving := self._window.take_leaving():
-            self._begin(self._delete(leaving), self._deletions)
+            self._begin(self._delete(leaving), self._writes)
         peak = self._figures["window_peak_bytes"]
         self._figures["window_peak_bytes"] = max(peak, self._window.held_bytes)
         self._changed.set()
@@ -271,9 +276,9 @@ class Feeder:
             raise self._problem
         await self._changed.wait()
 
-    def _fail(self, problem: str) -> ExtractionFailed:
+    def _fail(self, problem: Exception) -> Exception:
         """Everybody who waits is told; returns what they are told, which is the first problem of all."""
-        self._problem = self._problem or ExtractionFailed(problem)
+        self._problem = self._problem or problem
         self._changed.set()
         self._changed = asyncio.Event()
         return self._problem
@@ -293,10 +298,14 @@ class Feeder:
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Nobody awaits the feeder's own tasks: what one of them did not expect ends the run, not the task alone."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the feeder failed", exc_info=error)
-            self._fail(f"the feeder failed: {type(error).__name__}: {error}")
+        """Nobody awaits the feeder's own tasks: what one of them did not expect ends it all, not the task alone."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, LOSSES):
+            self._fail(error)
+            return
+        log.error("the feeder failed", exc_info=error)
+        self._fail(ExtractionFailed(f"the feeder failed: {type(error).__name__}: {error}"))
 
     async def _capture(self, name: str, replica: Any, lease: Lease) -> None:
         token_ids = self._token_ids[lease.sample]
@@ -311,7 +320,7 @@ class Feeder:
             self._window.failed(lease.key, str(refused))
         else:
             self._window.stored(lease.key, manifest)
-            self._answered_at[lease.key] = time.monotonic()
+            self._arrivals.answered(lease.key, time.monotonic())
             self._figures["captured_samples"] += 1
             self._figures["captured_tokens"] += len(token_ids)
             self._figures["capture_s"] += time.monotonic() - began
@@ -319,16 +328,14 @@ class Feeder:
 
     def _lose_replica(self, name: str, reason: str) -> None:
         """Goes on without a replica. What lay in its segment is captured again."""
-        if name not in self._window.replicas:
+        if self._replicas.pop(name, None) is None:
             return
         self._note("replica", f"{name} is lost: {reason}")
         self._figures["replicas_lost"] += 1
-        self._settle()
+        self._arrivals.unsettle(time.monotonic())
         self._window.replica_lost(name)
-        del self._replicas[name]
         if not self._replicas:
             self._window.store_lost()  # no segment is left
-            self._begin(self._await_replica(f"{name}, the last one, was lost: {reason}"), self._watches)
             return
         self._begin(self._find_vanished(), self._watches)
         self._fit_budget(f"{name} was lost ({reason})")
@@ -342,17 +349,7 @@ class Feeder:
         try:
             self._window.shrink(capacity)
         except InputError as error:
-            self._fail(f"{why}: {error}")
-
-    async def _await_replica(self, reason: str) -> None:
-        """Without any replica: waits for another one, but not for ever."""
-        lost, deadline = self._figures["replicas_lost"], time.monotonic() + self._replica_wait_s
-        while not self._replicas and self._figures["replicas_lost"] == lost:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                self._fail(f"no target replica is left, and none was added within {self._replica_wait_s:g} s; {reason}")
-                return
-            await asyncio.wait([asyncio.ensure_future(self._changed.wait())], timeout=left_s)
+            self._fail(ExtractionFailed(f"{why}: {error}"))
 
     async def _rejoin(self, name: str, replica: Any) -> None:
         """Moves a replica to the store's present address. One that cannot is lost."""
@@ -377,26 +374,26 @@ class Feeder:
             while missing := await self._store.missing(missing):
                 # A store that was restarted meanwhile has lost what was there, and nothing more is written there.
                 restarted = self._figures["store_restarts"] != restarts
-                latest = time.monotonic() - ARRIVAL_S
-                late = [handle for handle in missing if restarted or self._answered_at.get(keys[handle], 0.0) <= latest]
-                for handle in late:
-                    await self.lost(keys[handle], _MISSING if not restarted else "the store was restarted")
+                lost = [keys[handle] for handle in missing]
+                late = lost if restarted else self._arrivals.late(lost, time.monotonic())
+                for key in late:
+                    await self.lost(key, "the store was restarted" if restarted else _MISSING)
                 if late:
                     return False
                 await asyncio.sleep(ARRIVAL_POLL_S)
         except StoreUnavailable as error:
-            raise self._fail(f"the store is gone: {error}") from error
+            raise self._fail(error) from None
         return True
 
     async def _delete(self, leaving: Mapping[str, str]) -> None:
         try:
             await self._store.delete(list(leaving.values()))
         except StoreUnavailable as error:
-            self._fail(f"the store is gone: {error}")
+            self._fail(error)
             return
         for key in leaving:
             self._window.released(key)
-            self._answered_at.pop(key, None)
+            self._arrivals.forget(key)
         self._move()
 
     async def _clear_late(self, key_prefixes: Sequence[str]) -> None:
@@ -407,54 +404,56 @@ class Feeder:
                 if removed := await self._store.clear_prefixed(key_prefix):
                     log.warning("%d late objects of the earlier feeder %s were removed", removed, key_prefix)
 
-    async def _watch(self, master: Any) -> None:
+    def _watch(self, master: Any) -> None:
         """Has a master that died started again; all that was stored is then captured again."""
-        try:
-            async for restarts in master_restarts(master, self._master_gone):
-                await self._restarted(restarts, "the Mooncake master died and was started again")
-        except MasterGone as error:
-            self._fail(str(error))
+
+        async def restarted(times: int) -> None:
+            await self._restarted(times, "the Mooncake master died and was started again")
+
+        self._master_watch = MasterWatch(master, self._master_gone, restarted)
+        self._watching = self._begin(self._master_watch.run(), self._watches)
 
     def _master_gone(self, problem: str) -> None:
         self._master_missed = True
         self._note("master", f"{problem}; another one may be attached within {MASTER_WAIT_S:g} s")
-        self._settled_at = time.monotonic() + MASTER_WAIT_S + SETTLE_S
+        self._arrivals.unsettle(time.monotonic(), MASTER_WAIT_S)
 
-    async def _restarted(self, restarts: int, what: str) -> None:
+    async def _restarted(self, times: int, what: str) -> None:
         """The store is empty, and its clients are about to be there again."""
         if self._master_missed:  # one loss is one incident
             log.warning("%s", what)
         else:
             self._note("master", what)
         self._master_missed = False
-        self._figures["store_restarts"] += restarts
-        self._settle()
+        self._figures["store_restarts"] += times
+        self._arrivals.unsettle(time.monotonic())
         await asyncio.sleep(WATCH_S)  # replicas join a new master at the old address within a second
         self._window.store_lost()
         self._move()
 
-    def _settle(self) -> None:
-        """From now on losses are the store's fault for a while."""
-        self._settled_at = time.monotonic() + SETTLE_S
-
-    def _unsettled(self) -> bool:
-        """True while losses are the store's fault and not the samples'."""
-        return time.monotonic() < self._settled_at
-
-    def _write_skips(self) -> None:
-        """What was given up is on disk before anybody gets a row without it."""
+    def _note_skips(self) -> None:
+        """Has what was given up written down, and ends the run when that is too much."""
         skipped = self._window.skipped
-        if len(skipped) == self._skips_written:
+        if len(skipped) == self._skips_written or self._problem is not None:
             return
-        if self._skip_list is not None:
-            self._skip_list.write(skipped)
-        self._skips_written = len(skipped)
+        if self._skips_writer is None or self._skips_writer.done():
+            self._skips_writer = self._begin(self._write_skips(), self._writes)
         if self._window.skipped_share > self._states.max_skipped_share:
             (sample, _), reason = next(iter(skipped.items()))
             self._fail(
-                f"{len(skipped)} sample(s) could not be extracted, more than hidden_states.max_skipped_share "
-                f"({self._states.max_skipped_share}) allows; the first is sample {sample}: {reason}"
+                ExtractionFailed(
+                    f"{len(skipped)} sample(s) could not be extracted, more than hidden_states.max_skipped_share "
+                    f"({self._states.max_skipped_share}) allows; the first is sample {sample}: {reason}"
+                )
             )
+
+    async def _write_skips(self) -> None:
+        """What was given up is in the artifact store before anybody gets a row without it, see next_row()."""
+        while self._skips_written < len(skipped := self._window.skipped):
+            if self._skip_list is not None:
+                await asyncio.to_thread(self._skip_list.write, skipped)
+            self._skips_written = len(skipped)
+        self._move()
 
 
 def start_feeder(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import random
 import socket
 import time
 from pathlib import Path
@@ -13,7 +15,12 @@ import ray
 from draftline.cluster.processes import ChildProcess, ChildProcessFailed
 
 START_TRIES = 5
+# How often wanted ports are tried, and the pause between: who had them before may be about to end.
+WANTED_TRIES, WANTED_PAUSE_S = 3, 1.0
 START_WAIT_S = 15.0
+# Above the range that Ray gives to its workers.
+LOWEST_PORT, PORT_TRIES = 20000, 20
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Longer than any wait of a reader: a lease that ends makes an object evictable.
 LEASE_S = 24 * 3600
 # After so long without a sign of life a client's segment is taken as lost; until then puts may still go there and fail.
@@ -37,7 +44,9 @@ class MasterProcess:
         """
         problem = ""
         for attempt in range(START_TRIES):
-            ports = self._ports or (wanted if attempt == 0 else None) or self._free_ports()
+            if attempt and wanted:
+                time.sleep(WANTED_PAUSE_S)
+            ports = self._ports or (wanted if attempt < WANTED_TRIES else None) or self._free_ports()
             self._child = ChildProcess(self._command(*ports), log_file=self._log_file)
             if _owns_ports(self._child, ports):
                 self._ports = ports
@@ -143,9 +152,14 @@ def _binary() -> Path:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody has now. A restart wants it again, so it is none that the system gives to connections."""
+    first_ephemeral = int(_EPHEMERAL_PORTS.read_text().split()[0]) if _EPHEMERAL_PORTS.exists() else 0
+    below = range(LOWEST_PORT, first_ephemeral)
+    for port in (*random.sample(below, min(PORT_TRIES, len(below))), 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    raise ChildProcessFailed(f"the Mooncake master does not start: {host} has no free port")
 
 
 def _owns_ports(child: ChildProcess, ports: tuple[int, int]) -> bool:

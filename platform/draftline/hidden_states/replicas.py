@@ -11,6 +11,8 @@ from ray.exceptions import RayActorError, RayError
 
 # A replica that takes longer for one sample hangs.
 CAPTURE_TIMEOUT_S = 600.0
+# How long a replica may take to say whether it and its engine live.
+HEALTH_TIMEOUT_S = 30.0
 # How long a replica may take to move to another master.
 REJOIN_TIMEOUT_S = 60.0
 
@@ -28,13 +30,16 @@ async def capture(replica: Any, key: str, token_ids: Sequence[int]) -> dict[str,
     try:
         return await asyncio.wait_for(replica.capture.remote(key, token_ids), CAPTURE_TIMEOUT_S)
     except RayActorError as error:
+        ray.kill(replica)  # it may only be out of reach: what it would still write is wanted no more
         raise ReplicaLost(last_line(error)) from error
     except TimeoutError as error:
-        ray.kill(replica)  # what it would still write is wanted no more
+        ray.kill(replica)
         raise ReplicaLost(f"no answer within {CAPTURE_TIMEOUT_S:g} s") from error
     except RayError as error:
-        problem = CaptureRefused if await _lives(replica) else ReplicaLost
-        raise problem(last_line(error)) from error
+        if await _lives(replica):
+            raise CaptureRefused(last_line(error)) from error
+        ray.kill(replica)
+        raise ReplicaLost(last_line(error)) from error
 
 
 async def rejoin(replica: Any, master_address: str) -> None:
@@ -57,6 +62,6 @@ def last_line(error: Exception) -> str:
 async def _lives(replica: Any) -> bool:
     """Whether a replica that failed can go on: its actor and its engine both live."""
     try:
-        return bool(await replica.healthy.remote())
-    except RayError:
+        return bool(await asyncio.wait_for(replica.healthy.remote(), HEALTH_TIMEOUT_S))
+    except (RayError, TimeoutError):
         return False

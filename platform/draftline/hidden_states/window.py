@@ -175,7 +175,7 @@ class Window:
         if not self._open(index).delivered:
             raise ValueError(f"rank {rank} commits position {position}, which was not delivered to it")
         for entry in self._rows.pop(index).entries:
-            if entry.state is State.DELIVERED and self._retained.keep(entry):
+            if entry.state is State.DELIVERED and not entry.gone and self._retained.keep(entry):
                 self._exit(entry)
             else:
                 self._drop(entry)
@@ -210,7 +210,11 @@ class Window:
             self._ledger.leave(kept.key, kept.handle)
         for key in gone:
             entry = self._live.get(key)
-            if entry is not None and entry.state is not State.DELIVERED:
+            if entry is None:
+                continue
+            if entry.state is State.DELIVERED:
+                entry.gone = True  # read already, or its reader says that it is lost
+            else:
                 self._drop(entry)
                 self._return(entry)
 
@@ -260,6 +264,7 @@ class Window:
                 row.delivered = False
             for entry in self._live.values():
                 entry.state = State.STORED if entry.state is State.DELIVERED else entry.state
+            self.vanished([key for key, entry in self._live.items() if entry.gone])
             return
         self._course.begin(position)
         self.vanished(list(self._retained.handles()))
@@ -387,7 +392,7 @@ class Window:
             self._ledger.leave(entry.key, entry.handle)
 
     def _return(self, entry: Entry) -> None:
-        entry.state = State.PLANNED
+        entry.state, entry.gone = State.PLANNED, False
         entry.attempt += 1
         self._last_attempt = max(self._last_attempt, entry.attempt)
         heapq.heappush(self._returned, (entry.order, entry))

@@ -15,7 +15,7 @@ from draftline.hidden_states.checksum import CHECKSUM, checksum
 from draftline.hidden_states.store import local_address, require_master
 
 # While a replica's death is not noticed, the master still hands out room in its segment, and such puts fail. Longer
-# than the master takes to notice (master.CLIENT_TTL_S), shorter than the feeder waits (feeder.ARRIVAL_S).
+# than the master takes to notice (master.CLIENT_TTL_S), shorter than the feeder waits (arrivals.ARRIVAL_S).
 PATIENCE_S = 12.0
 RETRY_S = 0.2
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from draftline.cluster.shared_memory import remove_abandoned
+from draftline.errors import one_line
 from draftline.hidden_states.store import StoreConfig
 from draftline.recipe.schema import Recipe
 from draftline.recipe.sizes import cached_token_bytes
@@ -21,11 +23,20 @@ from draftline.targets.resolve import ResolvedTarget
 MASTER = "Mooncake master"
 STOP_WAIT_S = 10.0
 MASTER_START_S = 90.0
+REQUEST_WAIT_S = 60.0
 ENGINE_CONCURRENCY = 512
 # Requests that an engine works on at once, and the tokens that its cache holds on a CPU: answering wants full batches,
 # evaluation mostly asks one request at a time.
 REPLICA_REQUESTS, REPLICA_CACHE_TOKENS = 64, 16384
 EVALUATION_REQUESTS, EVALUATION_CACHE_TOKENS = 16, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A replica that loads the model; `ready` answers with the seconds that it took."""
+
+    replica: Any
+    ready: Any
 
 
 class RunActors:
@@ -39,6 +50,8 @@ class RunActors:
         self._began = time.time()
         self._owned: dict[str, Any] = {}
         self._replicas: dict[str, Any] = {}
+        self._loading: dict[str, _Loading] = {}
+        self._fresh: list[Any] = []  # replicas that came up and were not asked for yet
         self._replicas_made = 0
         self._replicas_alone = True
         self._store: StoreConfig | None = None
@@ -54,7 +67,8 @@ class RunActors:
         """Ends all actors, the latest first; they start again when wanted again."""
         for name in reversed(list(self._owned)):
             self.end(name)
-        self._replicas, self._store, self._replicas_alone = {}, None, True
+        self._replicas, self._loading, self._fresh = {}, {}, []
+        self._store, self._replicas_alone = None, True
         remove_abandoned(self._began)
 
     @property
@@ -98,22 +112,36 @@ class RunActors:
     def replicas(self) -> list[Any]:
         """The target replicas; started when first asked, on all cores."""
         if not self._replicas:
-            self._start_replicas(self.recipe.hidden_states.replicas)
+            self.replace_dead_replicas(wait=True)
         return list(self._replicas.values())
 
-    def replace_dead_replicas(self) -> list[Any]:
-        """Ends the replicas that do not answer for themselves, starts as many new ones, and returns those."""
-        dead = [name for name, replica in self._replicas.items() if not _answers(replica)]
-        for name in dead:
+    def replace_dead_replicas(self, *, wait: bool) -> list[Any]:
+        """Ends the replicas that do not answer, has as many new ones load the model, and returns those that are up.
+
+        With `wait` it returns once they all are, otherwise at once: who came up since the last call is returned then.
+        Raises the RayError of a replica that was lost while it loaded; that one is ended, and the next call makes up
+        for it.
+        """
+        import ray
+
+        for name in [name for name, replica in self._replicas.items() if not _answers(replica)]:
             del self._replicas[name]
             self.end(name)
-        remove_abandoned(self._began)
-        return self._start_replicas(len(dead)) if dead else []
+        missing = self.recipe.hidden_states.replicas - len(self._replicas) - len(self._loading)
+        if missing > 0:
+            remove_abandoned(self._began)
+            self._load_replicas(missing)
+        if wait and self._loading:
+            with self._progress.waiting("the target replicas to load the model"):
+                ray.wait([each.ready for each in self._loading.values()], num_returns=len(self._loading))
+        self._take_loaded()
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def share_cores(self, alone: bool) -> None:
         """Gives the replicas all cores (they work alone), or what the recipe leaves them beside the trainer."""
         self._replicas_alone = alone
-        self._set_threads(list(self._replicas.values()))
+        self._set_threads()
 
     def replace_dead_master(self) -> Any | None:
         """When the master is beyond starting again: a new one, at the same address if that can be had.
@@ -131,8 +159,11 @@ class RunActors:
             self.end(MASTER)
         before = self._store.master_address
         self._store = self._start_store()
-        if self._store.master_address != before:
-            ray.get([replica.rejoin.remote(self._store.master_address) for replica in self._replicas.values()])
+        if (address := self._store.master_address) != before:
+            self._ask_replicas(lambda replica: replica.rejoin.remote(address))
+            for name in list(self._loading):  # they would join a store that is gone
+                del self._loading[name]
+                self.end(name)
         return self._owned[MASTER]
 
     def engine(self, name: str, engine_class: type[Engine], args: Mapping[str, Any], threads: int) -> Any:
@@ -166,9 +197,7 @@ class RunActors:
             devices=states.rdma_devices,
         )
 
-    def _start_replicas(self, count: int) -> list[Any]:
-        import ray
-
+    def _load_replicas(self, count: int) -> None:
         capture = capture_engine_args(
             self.recipe.draft.tap_layers,
             self.target.layers,
@@ -176,28 +205,53 @@ class RunActors:
             accelerator=self.accelerator,
         )
         requests = 1 if self.recipe.extraction.deterministic else REPLICA_REQUESTS
-        names = [f"target replica {self._replicas_made + number}" for number in range(count)]
-        self._replicas_made += count
-        started = [
-            self.own(
+        for _ in range(count):
+            name = f"target replica {self._replicas_made}"
+            self._replicas_made += 1
+            replica = self.own(
                 name,
                 self._engine_actor(name, TargetReplica, capture, self._all_cores(), requests, REPLICA_CACHE_TOKENS),
             )
-            for name in names
-        ]
-        with self._progress.waiting("the target replicas to load the model"):
-            seconds = ray.get([replica.start.remote() for replica in started])
-        self._progress.say(f"{len(started)} target replica(s) up ({max(seconds):.0f} s)")
-        self._set_threads(started)
-        self._replicas.update(zip(names, started, strict=True))
-        return started
+            self._loading[name] = _Loading(replica, replica.start.remote())
 
-    def _set_threads(self, replicas: list[Any]) -> None:
+    def _take_loaded(self) -> None:
+        """Those that have loaded the model take part. Raises the RayError of one that was lost instead."""
         import ray
 
-        if self.accelerator == "cpu" and replicas:
+        seconds = []
+        try:
+            for name, loading in list(self._loading.items()):
+                if not ray.wait([loading.ready], timeout=0)[0]:
+                    continue
+                del self._loading[name]
+                try:
+                    seconds.append(ray.get(loading.ready))
+                except ray.exceptions.RayError:
+                    self.end(name)
+                    raise
+                self._replicas[name] = loading.replica
+                self._fresh.append(loading.replica)
+        finally:
+            if seconds:
+                self._progress.say(f"{len(seconds)} target replica(s) up ({max(seconds):.0f} s)")
+                self._set_threads()
+
+    def _set_threads(self) -> None:
+        if self.accelerator == "cpu":
             threads = self._all_cores() if self._replicas_alone else self.recipe.hidden_states.threads
-            ray.get([replica.set_threads.remote(threads) for replica in replicas])
+            self._ask_replicas(lambda replica: replica.set_threads.remote(threads))
+
+    def _ask_replicas(self, request: Callable[[Any], Any]) -> None:
+        """Asks all replicas. One that does not do it is ended: whoever needs it has it replaced."""
+        import ray
+
+        for name, answer in [(name, request(replica)) for name, replica in self._replicas.items()]:
+            try:
+                ray.get(answer, timeout=REQUEST_WAIT_S)
+            except (ray.exceptions.RayError, TimeoutError) as problem:
+                self._progress.say(f"{name} does not answer: {one_line(problem)}")
+                del self._replicas[name]
+                self.end(name)
 
     def _engine_actor(
         self,

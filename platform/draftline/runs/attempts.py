@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from draftline.errors import RunFailed
+from draftline.errors import RunFailed, one_line
 from draftline.runs.context import RunContext
-from draftline.runs.failures import cause_of, short
+from draftline.runs.failures import cause_of
 from draftline.runs.frame import Stage
 from draftline.runs.policy import Action, Cause
 from draftline.runs.stopping import StopRequested, stop_behind
@@ -33,10 +33,10 @@ def run_stage(context: RunContext, name: str, body: Callable[[RunContext, Stage]
             cause = None if stop_behind(error) else cause_of(error)
             if cause is None:
                 raise
-            if frame.failed(cause, short(error), name).action is Action.FAIL:
+            if frame.failed(cause, one_line(error), name).action is Action.FAIL:
                 if cause is Cause.DISK:
                     raise RunFailed(
-                        f"the disk is full: {short(error)}. Make room and submit the same run_id again: it goes on "
+                        f"the disk is full: {one_line(error)}. Make room and submit the same run_id again: it goes on "
                         "from what is stored, which is whole"
                     ) from error
                 raise

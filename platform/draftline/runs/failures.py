@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 
-from draftline.errors import BudgetSpent
+from draftline.errors import BudgetSpent, chain
 from draftline.runs.policy import Cause
 
 _ENGINE_DEATHS = {"EngineDeadError", "EngineGenerateError"}
@@ -23,7 +22,7 @@ def cause_of(error: BaseException) -> Cause | None:
     from draftline.hidden_states.store import StatesLost, StoreUnavailable
     from draftline.storage.store import DiskFull, StoreFailed
 
-    if any(isinstance(each, BudgetSpent) for each in _chain(error)):
+    if any(isinstance(each, BudgetSpent) for each in chain(error)):
         return None
     lost = (
         exceptions.RayActorError,
@@ -33,7 +32,7 @@ def cause_of(error: BaseException) -> Cause | None:
         exceptions.OutOfMemoryError,
         exceptions.LocalRayletDiedError,
     )
-    for each in _chain(error):
+    for each in chain(error):
         if isinstance(each, DiskFull) or is_disk_full(each):
             return Cause.DISK
         if isinstance(each, StoreFailed):
@@ -52,25 +51,3 @@ def is_disk_full(error: BaseException) -> bool:
     """
     full = (errno.ENOSPC, errno.EDQUOT)
     return (isinstance(error, OSError) and error.errno in full) or any(os.strerror(n) in str(error) for n in full)
-
-
-def short(error: BaseException) -> str:
-    """One line about an error, without the traceback that an actor's error carries in its text."""
-    inner = getattr(error, "cause", None) or error
-    lines = str(inner).strip().splitlines() or [""]
-    # What Ray says of a dead actor starts with the reason; a task's error ends with it.
-    line = lines[0] if type(inner).__module__.startswith("ray.") else lines[-1]
-    return f"{type(inner).__name__}: {line}".rstrip(": ")
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it came from, and what an actor raised behind Ray's wrapper."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        each = waiting.pop(0)
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        yield each
-        waiting += [getattr(each, "cause", None), each.__cause__, each.__context__]

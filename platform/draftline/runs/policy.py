@@ -8,9 +8,10 @@ from enum import StrEnum
 
 from draftline.recipe.schema import Failures
 
-LONGEST_PAUSE_S = 60.0
-# A full disk or a store that refuses is mended by people or by other programs: that takes longer than a restart.
-SLOW_TO_PASS = 5
+# What is started again is tried again soon. A full disk or a store that refuses is mended by people or by other
+# programs: that takes longer.
+LONGEST_PAUSE_S = 5.0
+SLOW_TO_PASS, LONGEST_SLOW_PAUSE_S = 5, 60.0
 
 
 class Cause(StrEnum):
@@ -79,8 +80,9 @@ class FailurePolicy:
             return Decision(
                 Action.FAIL, 0.0, f"failures.{key} allows {budget} within {self.failures.forget_after_s:g} s"
             )
-        longer = SLOW_TO_PASS if cause in (Cause.STORAGE, Cause.DISK) else 1
-        pause_s = min(LONGEST_PAUSE_S, longer * self.failures.pause_s * 2 ** min(count - 1, 16))
+        slow = cause in (Cause.STORAGE, Cause.DISK)
+        longer, longest_s = (SLOW_TO_PASS, LONGEST_SLOW_PAUSE_S) if slow else (1, LONGEST_PAUSE_S)
+        pause_s = min(longest_s, longer * self.failures.pause_s * 2 ** min(count - 1, 16))
         return Decision(Action.RECOVER, pause_s, f"failure {count} of {budget} that failures.{key} allows")
 
 

@@ -30,6 +30,7 @@ ANSWER_WITHIN_S = 30.0
 MESSAGE_LINES = 14
 # A machine whose cores are all busy decoding answers health checks late.
 HEALTH_TIMEOUT_S = 60.0
+_FAILED = "failed to start"  # in the message of a deployment whose replica ended before it was up
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
@@ -73,18 +74,25 @@ def build_app(config: ServeConfig) -> serve.Application:
     return build_openai_app({"llm_configs": [llm], "ingress_deployment_config": ingress})
 
 
-def deploy(config: ServeConfig, *, timeout_s: float = 600.0, progress: Progress = lambda line: None) -> Served:
+def deploy(
+    config: ServeConfig,
+    *,
+    timeout_s: float = 600.0,
+    progress: Progress = lambda line: None,
+    lost: Progress = lambda line: None,
+) -> Served:
     """Starts the application (or replaces the one of the same name) and waits until it answers over HTTP.
 
-    Needs a connection to Ray. Raises InputError before anything starts when the port is taken or target and draft do
-    not fit, ServeFailed when the application does not come up within `timeout_s`; what was started is removed then.
+    `lost` is told of each replica that failed to start; Ray Serve tries again by itself. Needs a connection to Ray.
+    Raises InputError before anything starts when the port is taken or target and draft do not fit, ServeFailed when the
+    application does not come up within `timeout_s`; what was started is removed then.
     """
     config = complete(config)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     config = _start_serve(config)
     replaces = config.application in serve.status().applications
     try:
-        _wait_until_running(config, timeout_s, progress)
+        _wait_until_running(config, timeout_s, progress, lost)
     except BaseException:
         if not replaces:
             remove(config.application)
@@ -151,10 +159,11 @@ def _submit(config: ServeConfig) -> ray.ObjectRef:
     return task.remote(config.model_dump())
 
 
-def _wait_until_running(config: ServeConfig, timeout_s: float, progress: Progress) -> None:
+def _wait_until_running(config: ServeConfig, timeout_s: float, progress: Progress, lost: Progress) -> None:
     began = time.monotonic()
     submitted = _submit(config)
     reported = began
+    told: set[str] = set()
     while True:
         built, _ = ray.wait([submitted], timeout=POLL_S)
         if built:
@@ -162,6 +171,9 @@ def _wait_until_running(config: ServeConfig, timeout_s: float, progress: Progres
             application = serve.status().applications.get(config.application)
             if application is not None and application.status == ApplicationStatus.RUNNING:
                 break
+            for loss in losses(application) - told:
+                told.add(loss)
+                lost(loss)
             if application is not None and application.status == ApplicationStatus.DEPLOY_FAILED:
                 raise ServeFailed(_say(config.model_name, application))
             time.sleep(POLL_S)
@@ -200,6 +212,16 @@ def _waits_for(config: ServeConfig, built: bool) -> str:
         return "waiting for Serve to take the application"
     waiting = [name for name, deployment in application.deployments.items() if deployment.status != "HEALTHY"]
     return f"waiting for {' and '.join(waiting) or 'Serve'} to start"
+
+
+def losses(application: Any) -> set[str]:
+    """What a starting application's deployments say of replicas that failed: Serve counts the tries in the text."""
+    deployments = application.deployments.items() if application is not None else ()
+    return {
+        f"{name}: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}"
+        for name, deployment in deployments
+        if (lines := deployment.message.strip().splitlines()) and _FAILED in deployment.message
+    }
 
 
 def _say(name: str, application: Any) -> str:

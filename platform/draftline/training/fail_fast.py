@@ -6,7 +6,8 @@ from typing import Any
 
 from ray.train import UserCallback
 
-from draftline.training.failures import is_final, one_line, origin
+from draftline.errors import one_line
+from draftline.training.failures import is_final, origin
 
 
 class FailFast(UserCallback):

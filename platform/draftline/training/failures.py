@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
-from draftline.errors import BudgetSpent, RunFailed
+from draftline.errors import BudgetSpent, RunFailed, chain
 
 Lost = Literal["workers", "feeder", "master", "store", "stage"]
 
@@ -48,27 +47,21 @@ def cause_of(error: BaseException) -> Lost:
     When several ranks failed, the loss that explains the others counts: without a feeder all ranks end, and one rank
     that dies takes its neighbours' connections along.
     """
-    if any(isinstance(each, BudgetSpent) for each in _chain(error)):
+    if any(isinstance(each, BudgetSpent) for each in chain(error)):
         return "stage"
-    found = {lost for each in _chain(error) if (lost := _lost(each)) is not None}
+    found = {lost for each in chain(error) if (lost := _lost(each)) is not None}
     return next((lost for lost in _ORDER if lost in found), "stage")
 
 
 def origin(error: BaseException) -> BaseException:
     """The error that `cause_of` judged by; the innermost one where no part was lost."""
-    lost, errors = cause_of(error), list(_chain(error))
+    lost, errors = cause_of(error), list(chain(error))
     return next((each for each in errors if _lost(each) == lost), errors[-1])
 
 
 def is_final(error: BaseException) -> bool:
     """True when starting the train workers again cannot help: other parts must come first, or nothing helps."""
-    return cause_of(error) in ("feeder", "store", "master") or any(isinstance(e, RunFailed) for e in _chain(error))
-
-
-def one_line(error: BaseException) -> str:
-    """Type and message of an error, without the traceback that Ray puts into it."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+    return cause_of(error) in ("feeder", "store", "master") or any(isinstance(e, RunFailed) for e in chain(error))
 
 
 def _lost(error: BaseException) -> Lost | None:
@@ -90,19 +83,3 @@ def _lost(error: BaseException) -> Lost | None:
     if isinstance(error, exceptions.OutOfMemoryError) or type(error).__name__ in _WORKER_DEATHS:
         return "workers"
     return "workers" if isinstance(error, RuntimeError) and _GLOO in str(error) else None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what Ray or Ray Train wrapped in it, and what it was raised from; outermost first."""
-    seen: set[int] = set()
-    waiting: list[object] = [error]
-    while waiting:
-        each = waiting.pop(0)
-        if not isinstance(each, BaseException) or id(each) in seen:
-            continue
-        seen.add(id(each))
-        yield each
-        failures = getattr(each, "worker_failures", None)
-        waiting += list(failures.values()) if isinstance(failures, dict) else []
-        waiting += [getattr(each, name, None) for name in ("controller_failure", "_base_exc", "cause")]
-        waiting += [each.__cause__, each.__context__]

@@ -12,8 +12,9 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from draftline.errors import one_line
 from draftline.hidden_states.store import StatesLost, StatesReader, StoreUnavailable
-from draftline.training.failures import FeederGone, one_line
+from draftline.training.failures import FeederGone
 from draftline.training.rows import SampleStates
 from draftline.training.spec import token_digest
 

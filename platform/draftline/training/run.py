@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from draftline.training.failures import TrainingFailed, cause_of, one_line, origin
+from draftline.errors import one_line
+from draftline.training.failures import TrainingFailed, cause_of, origin
 from draftline.training.spec import TrainingResult, TrainingSpec
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def run_training(
             storage_filesystem=storage_filesystem,
             failure_config=failures,
             checkpoint_config=CheckpointConfig(num_to_keep=KEPT_POINTERS),
-            callbacks=[FailFast(spec.progress)],  # type: ignore[list-item] # of Ray Train's second version
+            callbacks=[FailFast(spec.board)],  # type: ignore[list-item] # of Ray Train's second version
         ),
     )
     try:

@@ -27,7 +27,7 @@ class TrainingSpec:
     provenance: Provenance
     feeder: Any  # handle of the Feeder actor
     store: Any  # hidden_states.store.StoreConfig
-    progress: Any = None  # handle of an actor with `update(dict)` and `lost(str)`, or None
+    board: Any = None  # handle of an actor with `update(dict)` and `lost(str)`, or None
     workspace: Any = None  # storage.workspace.Workspace that checkpoints are published to; None: kept here only
     token_digests: Mapping[int, int] = field(default_factory=dict)  # by sample number; one that is absent isn't checked
 

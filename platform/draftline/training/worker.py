@@ -50,7 +50,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any] | None:
         training,
         settings,
         checkpoints,
-        _reporter(spec.progress, rank),
+        _reporter(spec.board, rank),
         lambda step, history: announcer.checkpoint(step, _metrics(step, history)),
     )
     damaged = list(checkpoints.damaged)

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from draftline.errors import one_line
 from draftline.runs.context import RunContext
-from draftline.runs.failures import cause_of, short
+from draftline.runs.failures import cause_of
 from draftline.runs.frame import RunFrame, Stage
 from draftline.runs.policy import Cause
 from draftline.samples.answer import answer_prompts
@@ -79,6 +80,6 @@ def _replaced(context: RunContext, error: Exception) -> Sequence[Any]:
     """The replicas, once new ones stand for those that are lost; raises `error` when it is of another kind."""
     if cause_of(error) is not Cause.ENGINE:
         raise error
-    context.frame.recover(Cause.REPLICA, short(error))
-    context.actors.replace_dead_replicas()
+    context.frame.recover(Cause.REPLICA, one_line(error))
+    context.actors.replace_dead_replicas(wait=True)
     return context.actors.replicas()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from draftline.runs.context import RunContext
 from draftline.runs.frame import Stage
+from draftline.runs.policy import Action, Cause
 from draftline.serving.app import Served, deploy
 from draftline.serving.config import ServeConfig
 from draftline.serving.probe import ask, curl_line
@@ -21,8 +22,12 @@ def serve(context: RunContext, stage: Stage) -> Served:
         target_name=context.target.name,
         draft=context.frame.folder.draft.resolve(),
     )
+
+    def lost(what: str) -> None:
+        context.frame.note(Cause.SERVING, what, Action.RECOVER, "Ray Serve starts it again")
+
     with progress.waiting("the Serve application to start"):
-        served = deploy(config, progress=progress.say)
+        served = deploy(config, progress=progress.say, lost=lost)
     answer = ask(served.url, config.model_name, QUESTION, max_tokens=ANSWER_TOKENS)
     progress.say(f"asked over HTTP: {QUESTION}")
     progress.say(f"answered: {answer.strip()}")

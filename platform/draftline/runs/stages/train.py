@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from draftline.errors import one_line
 from draftline.runs.actors import remote_task
 from draftline.runs.context import RunContext
-from draftline.runs.failures import short
 from draftline.runs.frame import Stage
 from draftline.runs.material import batch_plan
 from draftline.runs.policy import Cause, guarantee
@@ -84,5 +84,5 @@ def _train(context: RunContext, samples: Sequence[Sample]) -> TrainingResult:
             cause = None if stop_behind(error) else LOST.get(cause_of(error))
             if cause is None:
                 raise
-            context.frame.recover(cause, short(origin(error)))
+            context.frame.recover(cause, one_line(origin(error)))
     raise AssertionError("unreachable")

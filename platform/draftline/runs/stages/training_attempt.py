@@ -6,14 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from draftline.errors import RunFailed
+from draftline.errors import RunFailed, one_line
 from draftline.hidden_states.feeder import start_feeder
 from draftline.hidden_states.skip_list import SkipList
 from draftline.recipe.sizes import states_shape
 from draftline.runs.context import RunContext
-from draftline.runs.failures import short
 from draftline.runs.material import draft_vocabulary, provenance
-from draftline.runs.policy import Cause
+from draftline.runs.policy import Action, Cause
 from draftline.runs.stopping import stop_behind
 from draftline.samples.plan import BatchPlan
 from draftline.samples.rows import Sample
@@ -44,7 +43,7 @@ class TrainingAttempt:
 
         actors = self._context.actors
         actors.replace_dead_master()
-        actors.replace_dead_replicas()
+        actors.replace_dead_replicas(wait=True)
         try:
             feeder, board = self._start_feeder(), actors.own(BOARD, progress_board())
             result = self._start_workers(feeder, board)
@@ -61,6 +60,7 @@ class TrainingAttempt:
                     self._stop_with_checkpoint(feeder, result)
                 elif cause_of(error) not in ("workers", "stage"):
                     self._hear_of_workers(board, result)
+                self._hear_of_feeder(feeder)
                 raise
             for damaged in trained.damaged_checkpoints:
                 self._context.frame.note(Cause.STORAGE, f"checkpoint {damaged}", "passed over", "an older one is whole")
@@ -109,7 +109,7 @@ class TrainingAttempt:
             token_digests={sample.number: token_digest(sample.token_ids) for sample in self._samples},
             feeder=feeder,
             store=context.actors.store(),
-            progress=board,
+            board=board,
             workspace=workspace,
         )
         driver = context.actors.own(WORKERS, training_actor())
@@ -120,24 +120,38 @@ class TrainingAttempt:
 
     def _mend(self, feeder: Any, stats: dict[str, Any]) -> None:
         """Records what the feeder met, and replaces what is lost for good."""
+        import ray
+
         self._record(stats)
         actors = self._context.actors
         if (master := actors.replace_dead_master()) is not None:
             _ask_feeder(feeder.attach_master.remote(master))
-        if stats["replicas"] < self._context.recipe.hidden_states.replicas:
-            for replica in actors.replace_dead_replicas():
-                _ask_feeder(feeder.add_replica.remote(replica))
+        if stats["replicas"] == self._context.recipe.hidden_states.replicas:
+            return
+        try:
+            fresh = actors.replace_dead_replicas(wait=False)
+        except ray.exceptions.RayError as error:
+            self._context.frame.recover(Cause.REPLICA, f"a target replica was lost while it started: {one_line(error)}")
+            return
+        for replica in fresh:
+            _ask_feeder(feeder.add_replica.remote(replica))
 
     def _record(self, stats: dict[str, Any]) -> None:
-        frame = self._context.frame
-        figures = {f"train.{name}": value for name, value in stats.items() if isinstance(value, int | float)}
-        frame.record.figures.update(figures)
-        fresh, self._incidents = int(stats["incidents_total"]) - self._incidents, int(stats["incidents_total"])
-        for cause, what in stats["incidents"][-fresh:] if fresh else []:
-            if cause == Cause.STATE:
-                frame.note(Cause.STATE, what, "captured again", "limited by hidden_states.attempts")
+        for cause, what in self._fresh_incidents(stats):
+            if cause is Cause.STATE:
+                self._note_state(what)
             else:
-                frame.recover(Cause(cause), what)
+                self._context.frame.recover(cause, what)
+
+    def _fresh_incidents(self, stats: dict[str, Any]) -> list[tuple[Cause, str]]:
+        """What the feeder has met since it was last asked; its figures go into the record."""
+        figures = {f"train.{name}": value for name, value in stats.items() if isinstance(value, int | float)}
+        self._context.frame.record.figures.update(figures)
+        fresh, self._incidents = int(stats["incidents_total"]) - self._incidents, int(stats["incidents_total"])
+        return [(Cause(cause), what) for cause, what in stats["incidents"][-fresh:]] if fresh else []
+
+    def _note_state(self, what: str) -> None:
+        self._context.frame.note(Cause.STATE, what, "captured again", "limited by hidden_states.attempts")
 
     def _record_losses(self, losses: Sequence[str]) -> None:
         fresh, self._losses = losses[self._losses :], len(losses)
@@ -159,6 +173,20 @@ class TrainingAttempt:
             if ended or self._losses > heard or time.monotonic() > end:
                 return
 
+    def _hear_of_feeder(self, feeder: Any) -> None:
+        """Records what the feeder met since it was last asked, if it still lives: the attempt has failed already."""
+        import ray
+
+        try:
+            stats = ray.get(feeder.stats.remote(), timeout=LAST_WORDS_S)
+        except (ray.exceptions.RayError, TimeoutError):  # what it knew went with it
+            return
+        for cause, what in self._fresh_incidents(stats):
+            if cause is Cause.STATE:
+                self._note_state(what)
+            else:
+                self._context.frame.note(cause, what, Action.RECOVER, "this attempt at the training ended with it")
+
     def _stop_with_checkpoint(self, feeder: Any, result: Any) -> None:
         """Has training end at the next step that all ranks can reach, with a checkpoint. Bounded; never raises."""
         import ray
@@ -169,7 +197,7 @@ class TrainingAttempt:
             ray.get(feeder.finish_early.remote(), timeout=grace_s)
             trained: TrainingResult = ray.get(result, timeout=max(0.1, grace_s - (time.monotonic() - began)))
         except (ray.exceptions.RayError, TimeoutError) as error:
-            progress.say(f"no last checkpoint within {grace_s:g} s ({short(error)}); the one before stands")
+            progress.say(f"no last checkpoint within {grace_s:g} s ({one_line(error)}); the one before stands")
             return
         step = self._plan.steps if trained.stopped_at is None else trained.stopped_at
         progress.say(f"checkpoint of step {step} is written ({time.monotonic() - began:.1f} s)")
@@ -218,4 +246,4 @@ def _ask_feeder(answer: Any) -> Any:
     try:
         return ray.get(answer)
     except ray.exceptions.RayActorError as error:
-        raise FeederGone(short(error)) from error
+        raise FeederGone(one_line(error)) from error
