@@ -230,7 +230,8 @@ class Failures(Section):
     pause_s: float = Field(
         1.0,
         ge=0.0,
-        description="pause before a recovery, seconds (of storage: five times that); doubles from one to the next",
+        description="pause before a recovery, seconds; doubles from one to the next, up to 5 (of storage: five times "
+        "that, up to 60)",
     )
     grace_s: float = Field(20.0, ge=0.0, description="longest wait for a last checkpoint when asked to stop, seconds")
 
