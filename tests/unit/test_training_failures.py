@@ -9,6 +9,7 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from draftline.errors import RunFailed, one_line
 from draftline.hidden_states.store import StoreUnavailable
+from draftline.hidden_states.watch import MasterGone
 from draftline.storage.store import DiskFull, StoreFailed
 from draftline.training.fail_fast import FailFast
 from draftline.training.failures import FeederGone, TrainingFailed, cause_of, is_final, origin
@@ -34,6 +35,7 @@ def of_workers(*errors: Exception) -> WorkerGroupError:
         (of_workers(DiskFull("the disk is full")), "store"),
         (of_workers(OSError("When uploading part: AWS Error SLOW_DOWN during UploadPart operation")), "store"),
         (of_workers(StoreUnavailable("cannot join")), "master"),
+        (of_workers(MasterGone("no other one came within 60 s")), "master"),
         (of_workers(ValueError("a mistake")), "stage"),
         (of_workers(RunFailed("a check")), "stage"),
         (ControllerError(FeederGone("the feeder is gone")), "feeder"),
