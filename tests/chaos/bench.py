@@ -77,7 +77,7 @@ class Bench:
         outcome = Experiment(folder, undisturbed(shape), None, LIMIT_S).carry_out()
         if outcome.good:
             self._references[shape.workers] = (
-                Reference(outcome.weights, outcome.lives, outcome.steps),
+                Reference(outcome.weights, outcome.lives, outcome.steps, outcome.marks),
                 PATIENCE * outcome.seconds + PATIENCE_S,
             )
         return outcome

@@ -14,6 +14,7 @@ from pathlib import Path
 from chaos import invariants
 from chaos.disk import FullDisk
 from chaos.plan import Fault, Scenario, Victim, Way
+from chaos.recovery import Strike, finished_stages, longest_pause, repetition_problems, standstill_problems
 from chaos.victims import end_all, strike
 from chaos.watch import POLL_S, Life, Watch, Watched, submit
 from draftline.recipe.load import load_recipe
@@ -22,7 +23,6 @@ from leftovers import abandoned_segments, listening, survivors
 MOST_SUBMISSIONS = 4
 END_S = 60.0  # a run that is asked to end does so within this time
 DISK_BYTES = 64 << 20
-_ENGINE_START = re.compile(r"target replica\(s\) up \((\d+) s\)")
 _FULL = re.compile(r"the run failed: .*(the disk is full|the disk or the quota is full)")
 _LOG_LINES = 12
 
@@ -34,6 +34,12 @@ class Reference:
     weights: Mapping[str, str]
     lives: Mapping[tuple[str, Victim], Life]
     steps: Sequence[tuple[float, int]]  # of checkpoints: seconds into training, step
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of progress in each stage: seconds into it
+
+    def pause_s(self, stage: str, fault: Fault) -> float:
+        """The longest time without progress that ends after a first fault is due."""
+        life = self.lives[stage, fault.victim]
+        return longest_pause(self.marks[stage], life.first_s + fault.share * (life.last_s - life.first_s))
 
     def moment(self, stage: str, fault: Fault) -> tuple[float, int]:
         """When a first fault is due: seconds after its victim was first seen in the stage, step that is checkpointed.
@@ -55,10 +61,11 @@ class Outcome:
     seconds: float = 0.0
     submissions: int = 0
     standstill_s: float | None = None  # the longest time without progress, from the first signal to that stage's end
-    engine_start_s: float | None = None  # as the run's log says
+    engine_start_s: float | None = None  # the longest, from a target replica's process to it being up
     weights: Mapping[str, str] = field(default_factory=dict)
     lives: Mapping[tuple[str, Victim], Life] = field(default_factory=dict)
     steps: Sequence[tuple[float, int]] = ()
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
     other_weights: bool = False
     lost: int = 0
     repeated: int = 0
@@ -94,7 +101,7 @@ class Experiment:
         self._recipe = load_recipe(folder / "recipe.yaml", [])
         self._run = folder / "runs" / self._recipe.run_id
         self._watch = Watch(self._run)
-        self._struck: list[float] = []  # when, time.monotonic()
+        self._struck: list[Strike] = []
         self._disk: FullDisk | None = None
         self._outcome = Outcome(scenario, folder)
 
@@ -130,8 +137,6 @@ class Experiment:
             log = self._folder / f"log-{number}.txt"
             struck = len(self._struck)
             status = self._follow(submit(self._folder, log, *arguments), log)
-            if start := _ENGINE_START.findall(log.read_text()):
-                outcome.engine_start_s = max(float(seconds) for seconds in start)
             if status == 0 or outcome.hung:
                 break
             if problem := self._unexpected(status, log, self._scenario.faults[struck : len(self._struck)]):
@@ -170,7 +175,7 @@ class Experiment:
         if not seen.roles.get(fault.victim):
             return None
         if number:
-            return fault if seen.at - self._struck[-1] >= fault.after_s else None
+            return fault if seen.at - self._struck[-1].at >= fault.after_s else None
         stage = self._scenario.stage
         if seen.stage != stage:
             return None
@@ -183,13 +188,14 @@ class Experiment:
     def _strike(self, fault: Fault, seen: Watched) -> None:
         victims, way = seen.roles[fault.victim], self._scenario.way
         number = signal.SIGTERM if way is Way.STOP else signal.SIGKILL
+        checkpointed, finished = self._watch.checkpointed(), finished_stages(self._watch.record())
         if way is Way.FULL_DISK or strike(victims[fault.pick % len(victims)], number):
-            self._struck.append(time.monotonic())
+            self._struck.append(Strike(time.monotonic(), fault.victim, checkpointed, finished))
 
     def _keep_disk_full(self) -> None:
         if self._disk is None or not self._struck:
             return
-        if time.monotonic() - self._struck[0] < self._scenario.hold_s:
+        if time.monotonic() - self._struck[0].at < self._scenario.hold_s:
             self._disk.fill()
         else:
             self._disk.free()
@@ -222,12 +228,21 @@ class Experiment:
             problems.append(f"abandoned in shared memory: {sorted(left)}")
 
     def _check_outputs(self) -> None:
-        outcome, scenario = self._outcome, self._scenario
-        outcome.lives, outcome.steps = self._watch.lives, self._watch.steps
-        if self._struck and scenario.stage in self._watch.last_seen:
-            outcome.standstill_s = self._watch.standstill(self._struck[0], self._watch.last_seen[scenario.stage])
-        record = self._watch.record()
+        outcome, scenario, watch = self._outcome, self._scenario, self._watch
+        outcome.lives, outcome.steps = watch.lives, watch.steps
+        outcome.engine_start_s = max(watch.engine_starts, default=None)
+        if scenario.way is Way.NOTHING:
+            outcome.marks = {stage: watch.marks_within(stage) for stage in watch.last_seen}
+        record = watch.record()
         outcome.problems += invariants.record_problems(record, scenario)
+        outcome.problems += repetition_problems(
+            record, scenario, self._struck, self._recipe.training.checkpoint_every_steps
+        )
+        if self._struck and scenario.stage in watch.last_seen:
+            outcome.standstill_s = watch.standstill(self._struck[0].at, watch.last_seen[scenario.stage])
+            if self._reference is not None:
+                pause_s = self._reference.pause_s(scenario.stage, scenario.faults[0])
+                outcome.problems += standstill_problems(scenario, outcome.standstill_s, outcome.engine_start_s, pause_s)
         if record["stages"]["train"]["state"] != "done":
             return  # the exit status has told of it: there are no weights to look at
         outcome.problems += invariants.budget_problems(record, self._recipe, self._watch.store_bytes)

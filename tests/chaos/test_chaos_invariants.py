@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos.harness import Reference
 from chaos.invariants import compare, record_problems
-from chaos.plan import Fault, Shape, Victim, scenario, undisturbed
+from chaos.plan import Damage, Fault, Scenario, Shape, Victim, Way, scenario, undisturbed
+from chaos.recovery import Strike, finished_stages, longest_pause, repetition_problems, standstill_problems
 from chaos.victims import Seen, by_role
-from chaos.watch import Life
+from chaos.watch import Life, Watch
 from draftline.samples.plan import BatchPlan, plan_rows
 
 PLANS = st.builds(
@@ -77,6 +81,108 @@ def test_the_record_must_tell_of_what_was_done() -> None:
     assert record_problems(told, kill) == []
     assert record_problems(told, undisturbed(Shape())) == ["nothing was done to the run, and yet: ['gone']"]
     assert record_problems(told | {"state": "failed"}, kill) == ["the record's state is failed, not stopped"]
+
+
+def kill(*victims: Victim, damage: Damage | None = None) -> Scenario:
+    way = Way.DAMAGE if damage else Way.KILL
+    return Scenario(0, Shape(), way, "train", tuple(Fault(victim, share=0.5) for victim in victims), damage)
+
+
+def test_the_undisturbed_run_s_pauses_are_those_from_the_fault_on() -> None:
+    marks = [0.0, 20.0, 21.0, 22.0, 26.0]
+    assert longest_pause(marks, 5.0) == 20.0  # the fault falls into it
+    assert longest_pause(marks, 20.0) == longest_pause(marks, 21.5) == 4.0
+    assert longest_pause(marks, 26.0) == 0.0
+    lives = {("train", Victim.MASTER): Life(2.0, 26.0)}
+    reference = Reference({}, lives, (), {"train": marks})
+    assert reference.pause_s("train", Fault(Victim.MASTER, share=0.5)) == 20.0
+    assert reference.pause_s("train", Fault(Victim.MASTER, share=0.8)) == 4.0
+
+
+@pytest.mark.parametrize("victim", [Victim.REPLICA, Victim.REPLICA_ENGINE, Victim.MASTER, Victim.MASTER_PROCESS])
+def test_a_standstill_longer_than_an_engine_s_start_is_seen(victim: Victim) -> None:
+    assert standstill_problems(kill(victim), 34.0, engine_start_s=20.0, pause_s=4.0) == []
+    (problem,) = standstill_problems(kill(victim), 34.1, engine_start_s=20.0, pause_s=4.0)
+    assert problem.startswith("no progress for 34.1 s, allowed 34.0 s")
+    assert standstill_problems(kill(victim), 34.0, engine_start_s=None, pause_s=4.0)
+
+
+def test_other_recoveries_have_no_such_limit() -> None:
+    for plan in (kill(Victim.WORKER), kill(Victim.REPLICA, Victim.MASTER), kill(Victim.DRIVER), undisturbed(Shape())):
+        assert standstill_problems(plan, 1000.0, engine_start_s=20.0, pause_s=4.0) == []
+
+
+def test_a_standstill_is_from_the_signal_to_the_next_work() -> None:
+    watch = Watch(Path(), marks=[1.0, 2.0, 9.0, 10.0], last_seen={"train": 12.0}, _began={"train": 0.5})
+    assert watch.standstill(since=4.0, until=12.0) == 5.0
+    assert watch.standstill(since=9.5, until=12.0) == 2.0
+    assert watch.marks_within("train") == [0.0, 0.5, 1.5, 8.5, 9.5, 11.5]
+
+
+def test_only_work_that_is_new_is_progress(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    assert watch._progressed("[prepare] sample 3/20  tokens/s 7\n")
+    assert not watch._progressed("[prepare] sample 3/20  tokens/s 6\n[prepare] sample 0/20\n")
+    assert not watch._progressed("[train] step 7/20  loss 1\n[train] captured sample 4\n")  # said late
+    manifest = tmp_path / "checkpoints" / "step-00000020" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
+    assert watch._progressed("")
+    assert not watch._progressed("")
+
+
+def test_an_engine_s_start_is_from_its_process_to_its_word() -> None:
+    watch = Watch(Path())
+    for now, pids, up in ((1.0, [4], False), (3.0, [5], False), (9.0, [5], True), (20.0, [5, 6], False)):
+        watch._note_engines(pids, up, now)
+    assert watch.engine_starts == [6.0]  # of 5: 4 was lost before it was up
+    watch._note_engines([5, 6], True, 27.0)
+    watch._note_engines([5, 6], True, 30.0)
+    assert watch.engine_starts == [6.0, 7.0]
+
+
+def ended(resumed: int | None, **attempts: int) -> dict[str, object]:
+    stages = {name: {"state": "done", "attempts": [{}] * tried} for name, tried in attempts.items()}
+    figures = {"train.steps": 100} | ({} if resumed is None else {"train.resumed_from_step": resumed})
+    return {"stages": stages, "figures": figures}
+
+
+def test_a_finished_stage_that_is_tried_again_is_seen() -> None:
+    before = {
+        "stages": {"prepare": {"state": "done", "attempts": [{}]}, "train": {"state": "running", "attempts": [{}]}}
+    }
+    strike = Strike(1.0, Victim.DRIVER, 0, finished_stages(before))
+    assert strike.finished == {"prepare": 1} and finished_stages({}) == {}
+    assert repetition_problems(ended(None, prepare=1, train=2), kill(Victim.DRIVER), [strike], 20) == []
+    again = ended(None, prepare=2, train=2)
+    problems = repetition_problems(again, kill(Victim.DRIVER), [strike], 20)
+    assert problems == ["prepare was done after 1 attempt(s), and yet has 2"]
+    assert repetition_problems(again, kill(Victim.DRIVER, damage=Damage.CHECKPOINT), [strike], 20) == problems
+    assert repetition_problems(again, kill(Victim.DRIVER, damage=Damage.SAMPLES), [strike], 20) == []
+    twice = [strike, Strike(9.0, Victim.DRIVER, 0, {"prepare": 2})]
+    assert repetition_problems(again, kill(Victim.DRIVER, Victim.DRIVER), twice, 20) == problems
+
+
+@pytest.mark.parametrize("victim", [Victim.DRIVER, Victim.COMMAND, Victim.WORKER, Victim.FEEDER, Victim.BOARD])
+def test_more_than_a_checkpoint_interval_of_training_again_is_seen(victim: Victim) -> None:
+    def problems(resumed: int | None, checkpointed: int = 60, damage: Damage | None = None) -> list[str]:
+        strike = Strike(1.0, victim, checkpointed, {})
+        return repetition_problems(ended(resumed, train=2), kill(victim, damage=damage), [strike], 20)
+
+    assert problems(60) == problems(73) == problems(None, checkpointed=0) == []
+    for too_early in (40, None):
+        (problem,) = problems(too_early)
+        assert problem.endswith("although step 60 was checkpointed and whole")
+    assert problems(40, damage=Damage.CHECKPOINT) == []
+    assert problems(39, damage=Damage.CHECKPOINT)
+    assert problems(40, damage=Damage.SAMPLES)
+    assert problems(None, checkpointed=80) == []  # training had ended
+    assert problems(60, checkpointed=80)
+
+
+def test_training_does_not_begin_again_after_a_replica() -> None:
+    strike = Strike(1.0, Victim.REPLICA, 60, {})
+    assert repetition_problems(ended(None, train=1), kill(Victim.REPLICA), [strike], 20) == []
 
 
 def test_processes_are_told_apart_by_their_titles() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -16,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from chaos.plan import Victim
+from chaos.recovery import longest_pause
 from chaos.victims import Seen, by_role, look
 from leftovers import listening
 
 POLL_S = 0.2
 SLOW_POLL_S = 1.0  # for what costs more than a look
-_PROGRESS = re.compile(r"^\[(\w+)\] (captured sample|sample|step|prompt) (\d+)", re.MULTILINE)
+# Lines about steps and captures are no marks of progress: they come up to 5 s after what they tell of, and would halve
+# a pause that falls before them. Checkpoints, which come every few steps, are seen at once.
+_PROGRESS = re.compile(r"^\[(\w+)\] (sample|prompt) (\d+)", re.MULTILINE)
+_ENGINES_UP = re.compile(r"^\[\w+\] \d+ target replica\(s\) up ", re.MULTILINE)
 _METRICS_PORT = re.compile(r"mooncake_master .*-metrics_port=(\d+)")
 _ALLOCATED = re.compile(r"^master_allocated_bytes (\S+)", re.MULTILINE)
 # Whatever of these appears in the run's folder is work that was done.
@@ -54,12 +57,14 @@ class Watch:
     run: Path
     lives: dict[tuple[str, Victim], Life] = field(default_factory=dict)
     marks: list[float] = field(default_factory=list)  # when progress was seen
+    engine_starts: list[float] = field(default_factory=list)  # seconds from a target replica's process to it being up
     steps: list[tuple[float, int]] = field(default_factory=list)  # of checkpoints: seconds into training, step
     last_seen: dict[str, float] = field(default_factory=dict)  # when each stage was last seen to run
     ports: set[tuple[int, int | None]] = field(default_factory=set)  # listened to, and by which process
     store_bytes: int = 0  # the most that the hidden states' store held during training, as its master says
     _began: dict[str, float] = field(default_factory=dict)
     _done: set[str] = field(default_factory=set)
+    _starting: dict[int, float | None] = field(default_factory=dict)  # replicas' processes: since when; None: it is up
     _said: int = 0
     _asked_at: float = 0.0
 
@@ -77,8 +82,10 @@ class Watch:
                 self.lives.setdefault((stage, victim), Life(stage_s, stage_s)).last_s = stage_s
             if stage == "train" and (step := self.checkpointed()) > (self.steps[-1][1] if self.steps else 0):
                 self.steps.append((stage_s, step))
-        if self._progressed(log):
+        said = self._fresh(log)
+        if self._progressed(said):
             self.marks.append(now)
+        self._note_engines(roles.get(Victim.REPLICA, []), bool(_ENGINES_UP.search(said)), now)
         if now - self._asked_at >= SLOW_POLL_S:
             self._asked_at = now
             self._note_ports(family)
@@ -109,7 +116,20 @@ class Watch:
     def standstill(self, since: float, until: float) -> float:
         """The longest time without progress between two moments."""
         marks = [since, *(mark for mark in self.marks if since < mark < until), until]
-        return max(later - sooner for sooner, later in itertools.pairwise(marks))
+        return longest_pause(marks, since)
+
+    def marks_within(self, stage: str) -> list[float]:
+        """When the stage of the newest submission began, made progress and ended: seconds after it began."""
+        began, ended = self._began[stage], self.last_seen[stage]
+        return [0.0, *(mark - began for mark in self.marks if began < mark < ended), ended - began]
+
+    def _note_engines(self, pids: list[int], up: bool, now: float) -> None:
+        for pid in pids:
+            self._starting.setdefault(pid, now)
+        since = [began for pid in pids if (began := self._starting[pid]) is not None]
+        if up and since:
+            self.engine_starts.append(now - min(since))
+            self._starting.update(dict.fromkeys(pids))
 
     def _note_ports(self, family: list[Seen]) -> None:
         pids = {process.pid for process in family}
@@ -119,11 +139,14 @@ class Watch:
         stages = self.record().get("stages", {})
         return next((name for name, stage in stages.items() if stage["state"] == "running"), None)
 
-    def _progressed(self, log: Path) -> bool:
+    def _fresh(self, log: Path) -> str:
         text = log.read_text(errors="replace")
         fresh, self._said = text[self._said :], len(text)
+        return fresh
+
+    def _progressed(self, said: str) -> bool:
         # A count that is only said again is no progress, nor is one of nothing.
-        counts = {" ".join(found) for found in _PROGRESS.findall(fresh) if found[-1] != "0"}
+        counts = {" ".join(found) for found in _PROGRESS.findall(said) if found[-1] != "0"}
         new = (counts | _work(self.run)) - self._done
         self._done |= new
         return bool(new)
