@@ -62,23 +62,29 @@ class StatesWriter:
 
 
 class StatesReplica:
-    """Stands where the vLLM replica would, as an actor: it answers with a manifest, and writes a moment later."""
+    """Stands where the vLLM replica would, as an actor: it answers with a manifest, and writes a moment later.
 
-    def __init__(self, config: dict[str, Any], delay_s: float, refused: tuple[int, ...]) -> None:
+    Samples are told by their first token: it refuses those in `refused`, and leaves those in `forgotten` unwritten when
+    it captures them for the first time.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], delay_s: float, refused: tuple[int, ...], forgotten: tuple[int, ...]
+    ) -> None:
         self._writer = StatesWriter(config)
         self._thread = ThreadPoolExecutor(1)
-        self._delay_s, self._refused = delay_s, refused
+        self._delay_s, self._refused, self._forgotten = delay_s, refused, set(forgotten)
         self._busy = 0
 
-    async def configure(self, delay_s: float, refused: tuple[int, ...]) -> None:
+    async def configure(self, delay_s: float, refused: tuple[int, ...], forgotten: tuple[int, ...]) -> None:
         """For the next test, once all that was asked for has been written."""
         while self._busy:
             await asyncio.sleep(0.01)
         await asyncio.wrap_future(self._thread.submit(lambda: None))
-        self._delay_s, self._refused = delay_s, refused
+        self._delay_s, self._refused, self._forgotten = delay_s, refused, set(forgotten)
 
     async def capture(self, key: str, token_ids: list[int]) -> dict[str, Any]:
-        """Refuses samples whose first token is among the refused."""
+        """The manifest; the states follow."""
         self._busy += 1
         try:
             await asyncio.sleep(self._delay_s)
@@ -87,6 +93,9 @@ class StatesReplica:
         if token_ids[0] in self._refused:
             raise ValueError(f"token {token_ids[0]} is refused")
         manifest = self._writer.manifest(key, len(token_ids))
+        if token_ids[0] in self._forgotten:
+            self._forgotten.discard(token_ids[0])
+            return manifest
         self._thread.submit(self._writer.put, manifest, list(token_ids), float(token_ids[0]))
         return manifest
 

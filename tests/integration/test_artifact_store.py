@@ -12,15 +12,24 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from draftline.errors import InputError
+from draftline.recipe.schema import Recipe
+from draftline.runs.attempts import run_stage
+from draftline.runs.context import RunContext
+from draftline.runs.frame import RunFrame, Stage
+from draftline.runs.progress import Progress
+from draftline.runs.record import read_record
+from draftline.runs.stopping import StopRequested
 from draftline.storage.keys import S3Place, parse_s3_url
 from draftline.storage.local import LocalStore
 from draftline.storage.ray_storage import ray_storage
@@ -466,3 +475,49 @@ def test_ray_train_writes_where_the_store_reads(store: ArtifactStore) -> None:
         file.write(b"state")
     assert store.read("run/train/state").data == b"state"
     assert store.keys("run") == ["run/train/state"], "a folder's mark is no object"
+
+
+# A run whose store fails, record and all.
+
+
+@dataclass
+class Outage(Fault):
+    """A fault of everything that is sent, for so long."""
+
+    until: float = 0.0
+
+    def takes(self, method: str, path: str) -> bool:
+        return time.monotonic() < self.until and super().takes(method, path)
+
+
+@pytest.mark.parametrize(
+    "outage",
+    [Outage("PUT", status=503, code="SlowDown"), Outage("PUT", slow_s=2.5), Outage("PUT", reset=True)],
+    ids=["refusing", "slow", "resetting"],
+)
+def test_a_run_goes_on_when_its_store_does(
+    s3: S3Store, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outage: Outage
+) -> None:
+    monkeypatch.setenv("DRAFTLINE_CACHE", str(tmp_path / "cache"))
+    values = {"target": {"path": "t"}, "data": {"prompts": "p"}, "draft": {"tap_layers": [0]}}
+    recipe = Recipe.model_validate({"run_id": "run", "failures": {"pause_s": 0.0}, **values})
+    actors = SimpleNamespace(close=lambda: None)
+    proxy.faults = [outage]
+
+    def body(context: RunContext, stage: Stage) -> None:
+        if not outage.until:
+            outage.until = time.monotonic() + HASTY.patience_s + 2.0
+        stage.made(made(context.frame.folder.path / "made.txt"))
+
+    with (
+        pytest.raises(StopRequested),
+        RunFrame.open(s3, recipe, Progress()) as frame,
+        frame.running(),
+    ):
+        run_stage(cast(RunContext, SimpleNamespace(frame=frame, actors=actors)), "prepare", body)
+        raise StopRequested("the rest is not wanted")
+    record = read_record(s3, "run").record
+    kept = record.stages["prepare"]
+    assert outage.hits and kept.state == "done" and len(kept.attempts) >= 2
+    assert {(event.stage, event.cause, event.action) for event in record.events} == {("prepare", "storage", "recover")}
+    assert s3.sha256("run/made.txt") == kept.outputs["made.txt"] == digest(made(tmp_path / "made").read_bytes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import psutil
 import pytest
 import ray
 
-from draftline.hidden_states.arrivals import SETTLE_S
+from draftline.hidden_states.arrivals import ARRIVAL_S, SETTLE_S
 from draftline.hidden_states.capacity import StatesShape
 from draftline.hidden_states.feeder import LATE_S, ExtractionFailed, start_feeder
 from draftline.hidden_states.master import MooncakeMaster
@@ -55,22 +55,22 @@ class Rig:
     def start(self, plan: BatchPlan, *, replicas: int = 2, delay_s: float = 0.002, **options: Any) -> Any:
         """A feeder with so many replicas; those that live from earlier tests serve again."""
         self.end_run()
-        refused = options.pop("refused", ())
+        refused, forgotten = options.pop("refused", ()), options.pop("forgotten", ())
         living, self.replicas = self.replicas, []
         for replica in living:
             with contextlib.suppress(ray.exceptions.RayActorError):  # killed by a test
-                ray.get(replica.configure.remote(delay_s, refused))
+                ray.get(replica.configure.remote(delay_s, refused, forgotten))
                 self.replicas.append(replica)
         while len(self.replicas) > replicas:
             self.end_replica(self.replicas.pop())
         while len(self.replicas) < replicas:
-            self.add_replica(delay_s, refused)
+            self.add_replica(delay_s, refused, forgotten)
         return self.start_feeder(plan, **options)
 
-    def add_replica(self, delay_s: float, refused: tuple[int, ...] = ()) -> Any:
+    def add_replica(self, delay_s: float, refused: tuple[int, ...] = (), forgotten: tuple[int, ...] = ()) -> Any:
         """One more replica, which no feeder knows yet."""
         actor = ray.remote(StatesReplica).options(num_cpus=0, max_concurrency=100)
-        self.replicas.append(actor.remote(self.store.connector_config(), delay_s, refused))
+        self.replicas.append(actor.remote(self.store.connector_config(), delay_s, refused, forgotten))
         return self.replicas[-1]
 
     def start_feeder(self, plan: BatchPlan, **options: Any) -> Any:
@@ -116,7 +116,8 @@ class Rig:
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    environment = quiet_environment() | {"PYTHONPATH": str(Path(__file__).parent.parent), "RAY_AUTH_MODE": "disabled"}
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]))
+    environment = quiet_environment() | {"PYTHONPATH": path, "RAY_AUTH_MODE": "disabled"}
     os.environ.update(quiet_environment())
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": environment}, logging_level="ERROR")
     rig = Rig(tmp_path_factory.mktemp("master"))
@@ -130,6 +131,21 @@ def plan_for(ranks: int = 1, epochs: int = 1) -> BatchPlan:
     return plan_rows(lengths, HELD_OUT, row_tokens=ROW_TOKENS, ranks=ranks, epochs=epochs, seed=0)
 
 
+Change = Callable[[bytes], bytes | None]
+
+
+def flipped(payload: bytes) -> bytes:
+    return payload[:5] + bytes([payload[5] ^ 1]) + payload[6:]
+
+
+def cut_short(payload: bytes) -> bytes:
+    return payload[:-64]
+
+
+def evicted(_: bytes) -> None:
+    return None
+
+
 class Worker:
     """A train worker's reading side; checks every tensor."""
 
@@ -138,6 +154,8 @@ class Worker:
         self._reader = StatesReader(rig.store)
         self._rig = rig
         self.damage: set[int] = set()  # samples whose states are to be damaged before they are read
+        self.change: Change = flipped  # how
+        self.read_timeout_s = 5.0
         self.had: list[tuple[int, ...]] = []
 
     def train(self, group: str = "first", first: int = 0, last: int | None = None) -> list[tuple[int, ...]]:
@@ -165,10 +183,10 @@ class Worker:
         token_ids = TOKEN_IDS[delivery.sample]
         if delivery.sample in self.damage:
             self.damage.discard(delivery.sample)
-            damage(self._rig.store, str(delivery.manifest["handle"]))
+            damage(self._rig.store, str(delivery.manifest["handle"]), self.change)
         try:
             self._reader.rejoin(delivery.store)
-            states = self._reader.read(delivery.manifest, 5.0, token_ids)
+            states = self._reader.read(delivery.manifest, self.read_timeout_s, token_ids)
         except (StatesLost, StoreUnavailable) as error:
             ray.get(self._feeder.lost.remote(delivery.key, str(error)))
             return False
@@ -181,12 +199,12 @@ class Worker:
         self._reader.close()
 
 
-def damage(store: StoreConfig, handle: str) -> None:
-    """Flips a bit of stored states."""
+def damage(store: StoreConfig, handle: str, change: Change) -> None:
+    """Puts something else in the place of stored states, or nothing."""
     client = StoreClient(store)
-    payload = bytearray(client._client.get(handle))
-    payload[5] ^= 1
-    assert client._client.remove(handle, True) == 0 and client._client.put(handle, bytes(payload)) == 0
+    payload = change(client._client.get(handle))
+    assert client._client.remove(handle, True) == 0
+    assert payload is None or client._client.put(handle, payload) == 0
     client.close()
 
 
@@ -366,16 +384,36 @@ def test_a_master_s_loss_is_no_try_at_any_sample(rig: Rig) -> None:
     assert stats["skipped_samples"] == 0 and stats["lost_samples"] >= len(row)
 
 
-def test_damaged_states_are_captured_again(rig: Rig) -> None:
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(flipped, "their checksum is"), (cut_short, "payload size"), (evicted, "not found within")],
+    ids=["flipped", "cut short", "evicted"],
+)
+def test_damaged_states_are_captured_again(rig: Rig, change: Change, found: str) -> None:
     plan = plan_for()
     feeder = rig.start(plan)
     worker = Worker(rig, plan)
     worker.damage = {plan.row(plan.held_out_positions, 0).samples[0], 0}
+    worker.change, worker.read_timeout_s = change, 1.0
     assert [worker.train()] == planned(plan)
     worker.close()
     stats = ray.get(feeder.stats.remote())
     assert stats["lost_samples"] == 2 and stats["captured_samples"] == len(TOKEN_IDS) + 2
-    assert [cause for cause, text in stats["incidents"] if "their checksum is" in text] == ["state", "state"]
+    assert stats["skipped_samples"] == 0
+    assert [cause for cause, text in stats["incidents"] if found in text] == ["state", "state"]
+
+
+def test_states_that_were_never_written_are_captured_again(rig: Rig) -> None:
+    plan = plan_for()
+    forgotten = (0, plan.row(plan.held_out_positions + 1, 0).samples[0])
+    feeder = rig.start(plan, replicas=1, forgotten=forgotten)
+    began = time.monotonic()
+    assert train(rig, plan) == planned(plan)
+    assert time.monotonic() - began >= ARRIVAL_S
+    stats = ray.get(feeder.stats.remote())
+    assert stats["lost_samples"] == 2 and stats["captured_samples"] == len(TOKEN_IDS) + 2
+    assert stats["skipped_samples"] == 0
+    assert [cause for cause, text in stats["incidents"] if "not in the store" in text] == ["state", "state"]
 
 
 def test_training_ends_early_for_all_ranks_alike(rig: Rig) -> None:
