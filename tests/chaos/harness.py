@@ -14,7 +14,7 @@ from pathlib import Path
 from chaos import invariants
 from chaos.disk import FullDisk
 from chaos.plan import Fault, Scenario, Victim, Way
-from chaos.recovery import Strike, finished_stages, longest_pause, repetition_problems, standstill_problems
+from chaos.recovery import Strike, allowed_standstill_s, finished_stages, longest_pause, repetition_problems
 from chaos.victims import end_all, strike
 from chaos.watch import POLL_S, Life, Watch, Watched, submit
 from draftline.recipe.load import load_recipe
@@ -61,6 +61,7 @@ class Outcome:
     seconds: float = 0.0
     submissions: int = 0
     standstill_s: float | None = None  # the longest time without progress, from the first signal to that stage's end
+    allowed_s: float | None = None  # how long that may be; None: there is no limit
     engine_start_s: float | None = None  # the longest, from a target replica's process to it being up
     weights: Mapping[str, str] = field(default_factory=dict)
     lives: Mapping[tuple[str, Victim], Life] = field(default_factory=dict)
@@ -84,6 +85,7 @@ class Outcome:
         if self.skipped:
             return f"{what}: skipped: {self.skipped}"
         recovery = "" if self.standstill_s is None else f", longest standstill {self.standstill_s:.0f} s"
+        recovery += "" if self.allowed_s is None else f" (allowed {self.allowed_s:.0f} s)"
         engine = "" if self.engine_start_s is None else f", engine start {self.engine_start_s:.0f} s"
         verdict = "ok" if self.good else "FAILED: " + "; ".join(self.problems)
         return f"{what}: {self.seconds:.0f} s in {self.submissions} submission(s){recovery}{engine}: {verdict}"
@@ -240,9 +242,7 @@ class Experiment:
         )
         if self._struck and scenario.stage in watch.last_seen:
             outcome.standstill_s = watch.standstill(self._struck[0].at, watch.last_seen[scenario.stage])
-            if self._reference is not None:
-                pause_s = self._reference.pause_s(scenario.stage, scenario.faults[0])
-                outcome.problems += standstill_problems(scenario, outcome.standstill_s, outcome.engine_start_s, pause_s)
+            self._check_standstill(outcome.standstill_s)
         if record["stages"]["train"]["state"] != "done":
             return  # the exit status has told of it: there are no weights to look at
         outcome.problems += invariants.budget_problems(record, self._recipe, self._watch.store_bytes)
@@ -253,6 +253,18 @@ class Experiment:
         outcome.other_weights = self._reference is not None and outcome.weights != self._reference.weights
         if self._reference is not None and outcome.other_weights:
             outcome.problems.append(f"other weights: {outcome.weights}, undisturbed {self._reference.weights}")
+
+    def _check_standstill(self, standstill_s: float) -> None:
+        outcome, scenario, reference = self._outcome, self._scenario, self._reference
+        if reference is None:
+            return
+        if outcome.engine_start_s is None:
+            outcome.problems.append("no target replica was seen to come up")
+            return
+        pause_s = reference.pause_s(scenario.stage, scenario.faults[0])
+        outcome.allowed_s = allowed_standstill_s(scenario, outcome.engine_start_s, pause_s)
+        if outcome.allowed_s is not None and standstill_s > outcome.allowed_s:
+            outcome.problems.append(f"no progress for {standstill_s:.1f} s, allowed {outcome.allowed_s:.1f} s")
 
     def _say(self, problem: str, log: Path) -> None:
         tail = log.read_text(errors="replace").strip().splitlines()[-_LOG_LINES:]

@@ -46,28 +46,20 @@ def finished_stages(record: Mapping[str, Any]) -> dict[str, int]:
     return {name: len(stage["attempts"]) for name, stage in stages.items() if stage["state"] == "done"}
 
 
-def standstill_problems(
-    scenario: Scenario, standstill_s: float | None, engine_start_s: float | None, pause_s: float
-) -> list[str]:
-    """Whether a lost replica, engine or master held the run up for no longer than another one takes to start.
+def allowed_standstill_s(scenario: Scenario, engine_start_s: float, pause_s: float) -> float | None:
+    """How long a lost replica, engine or master may hold a run up: as long as another engine takes to start, and a bit.
 
-    `pause_s` is the longest pause that an undisturbed run makes from that moment on. It comes on top: the fault may
-    fall into it. Whole, not only what is left of it then, because two runs are not at the same point to the second.
-    Two faults, and those that training begins again after, have no such limit: two recoveries overlap as they like,
-    and worker groups and clusters take their own time to start.
+    `engine_start_s` is from an engine's process to it being up, `pause_s` the longest pause that an undisturbed run
+    makes from that moment on. The pause comes on top, as the fault may fall into it: whole, not only what is left of it
+    then, because two runs are not at the same point to the second.
+
+    None: no limit. Two faults, and those that training begins again after, have none: two recoveries overlap as they
+    like, and worker groups and clusters take their own time to start.
     """
     single = scenario.way is Way.KILL and len(scenario.faults) == 1
-    if not single or scenario.faults[0].victim not in _WAITED_FOR or standstill_s is None:
-        return []  # a fault that never came is told of elsewhere
-    if engine_start_s is None:
-        return ["no engine was seen to start: the standstill cannot be judged"]
-    allowed_s = engine_start_s + RECOVERY_S + pause_s
-    if standstill_s <= allowed_s:
-        return []
-    return [
-        f"no progress for {standstill_s:.1f} s, allowed {allowed_s:.1f} s: {engine_start_s:.1f} s that an engine takes "
-        f"to start, {RECOVERY_S:.0f} s, and a pause of {pause_s:.1f} s that an undisturbed run makes"
-    ]
+    if not single or scenario.faults[0].victim not in _WAITED_FOR:
+        return None
+    return engine_start_s + RECOVERY_S + pause_s
 
 
 def repetition_problems(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos.harness import Reference
+from chaos.bench import RECIPE
+from chaos.harness import Experiment, Reference
 from chaos.invariants import compare, record_problems
 from chaos.plan import Damage, Fault, Scenario, Shape, Victim, Way, scenario, undisturbed
-from chaos.recovery import Strike, finished_stages, longest_pause, repetition_problems, standstill_problems
+from chaos.recovery import Strike, allowed_standstill_s, finished_stages, longest_pause, repetition_problems
 from chaos.victims import Seen, by_role
 from chaos.watch import Life, Watch
 from draftline.samples.plan import BatchPlan, plan_rows
@@ -100,16 +102,24 @@ def test_the_undisturbed_run_s_pauses_are_those_from_the_fault_on() -> None:
 
 
 @pytest.mark.parametrize("victim", [Victim.REPLICA, Victim.REPLICA_ENGINE, Victim.MASTER, Victim.MASTER_PROCESS])
-def test_a_standstill_longer_than_an_engine_s_start_is_seen(victim: Victim) -> None:
-    assert standstill_problems(kill(victim), 34.0, engine_start_s=20.0, pause_s=4.0) == []
-    (problem,) = standstill_problems(kill(victim), 34.1, engine_start_s=20.0, pause_s=4.0)
-    assert problem.startswith("no progress for 34.1 s, allowed 34.0 s")
-    assert standstill_problems(kill(victim), 34.0, engine_start_s=None, pause_s=4.0)
+def test_a_standstill_longer_than_an_engine_s_start_is_seen(victim: Victim, tmp_path: Path) -> None:
+    assert allowed_standstill_s(kill(victim), engine_start_s=20.0, pause_s=4.0) == 34.0
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(target=tmp_path, replicas=1, workers=1, epochs=1))
+    reference = Reference({}, {("train", victim): Life(0.0, 10.0)}, (), {"train": [0.0, 6.0, 10.0]})
+    unseen = Experiment(tmp_path, kill(victim), reference, 1.0)
+    unseen._check_standstill(0.0)
+    assert unseen._outcome.problems == ["no target replica was seen to come up"]
+    for standstill_s, problems in ((34.0, []), (36.1, ["no progress for 36.1 s, allowed 36.0 s"])):
+        experiment = Experiment(tmp_path, kill(victim), reference, 1.0)
+        experiment._outcome.engine_start_s = 20.0
+        experiment._check_standstill(standstill_s)
+        assert experiment._outcome.problems == problems
+        assert "(allowed 36 s)" in replace(experiment._outcome, standstill_s=standstill_s).line()
 
 
 def test_other_recoveries_have_no_such_limit() -> None:
     for plan in (kill(Victim.WORKER), kill(Victim.REPLICA, Victim.MASTER), kill(Victim.DRIVER), undisturbed(Shape())):
-        assert standstill_problems(plan, 1000.0, engine_start_s=20.0, pause_s=4.0) == []
+        assert allowed_standstill_s(plan, engine_start_s=20.0, pause_s=4.0) is None
 
 
 def test_a_standstill_is_from_the_signal_to_the_next_work() -> None:
