@@ -221,9 +221,7 @@ def test_curl_line_survives_the_shell() -> None:
 
 
 def test_a_starting_application_s_losses_are_told_once_each() -> None:
-    failed = (
-        "A replica failed to start with exception. Retrying {} more time(s). Error:\nTraceback\nThe actor died."
-    )
+    failed = "A replica failed to start with exception. Retrying {} more time(s). Error:\nTraceback\nThe actor died."
     slow = "Deployment 'LLM' has 1 replicas that have taken more than 30s to initialize."
 
     def application(**messages: str) -> Any:
