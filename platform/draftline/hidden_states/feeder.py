@@ -21,7 +21,7 @@ from draftline.hidden_states.arrivals import ARRIVAL_S, SETTLE_S, Arrivals
 from draftline.hidden_states.capacity import StatesShape, store_capacity
 from draftline.hidden_states.entries import Delivery, Lease, WindowLimits
 from draftline.hidden_states.incidents import Incidents, LostPart
-from draftline.hidden_states.replicas import REJOIN_TIMEOUT_S, CaptureRefused, ReplicaLost, capture, rejoin
+from draftline.hidden_states.replicas import REJOIN_TIMEOUT_S, CaptureRefused, ReplicaLost, capture, loss, rejoin
 from draftline.hidden_states.skip_list import SkipList
 from draftline.hidden_states.store import StoreClient, StoreConfig, StoreUnavailable
 from draftline.hidden_states.watch import MASTER_WAIT_S, WATCH_S, MasterWatch
@@ -117,6 +117,8 @@ class Feeder:
         }
         self._master_watch: MasterWatch | None = None
         self._watching: asyncio.Task[None] | None = None
+        for name, replica in self._replicas.items():
+            self._begin(self._watch_replica(name, replica), self._watches)
         if master is not None:
             self._watch(master)
         if predecessors:
@@ -187,6 +189,7 @@ class Feeder:
         if self._address != self._first_address:
             await self._rejoin(name, replica)
         if name in self._replicas:
+            self._begin(self._watch_replica(name, replica), self._watches)
             self._window.add_replica(name)
             self._fit_budget(f"{name} was added")
             log.info("%s was added", name)
@@ -324,6 +327,11 @@ class Feeder:
             self._figures["captured_samples"] += 1
             self._figures["captured_tokens"] += len(token_ids)
             self._figures["capture_s"] += time.monotonic() - began
+        self._move()
+
+    async def _watch_replica(self, name: str, replica: Any) -> None:
+        """Goes on without a replica as soon as it has died."""
+        self._lose_replica(name, await loss(replica))
         self._move()
 
     def _lose_replica(self, name: str, reason: str) -> None:

@@ -11,8 +11,9 @@ from ray.exceptions import RayActorError, RayError
 
 # A replica that takes longer for one sample hangs.
 CAPTURE_TIMEOUT_S = 600.0
-# How long a replica may take to say whether it and its engine live.
-HEALTH_TIMEOUT_S = 30.0
+# How often a replica is asked whether it and its engine live, and how long it may take to say so.
+HEALTH_EVERY_S = 1.0
+HEALTH_TIMEOUT_S = 60.0
 # How long a replica may take to move to another master.
 REJOIN_TIMEOUT_S = 60.0
 
@@ -36,10 +37,21 @@ async def capture(replica: Any, key: str, token_ids: Sequence[int]) -> dict[str,
         ray.kill(replica)
         raise ReplicaLost(f"no answer within {CAPTURE_TIMEOUT_S:g} s") from error
     except RayError as error:
-        if await _lives(replica):
+        if await _trouble(replica) is None:
             raise CaptureRefused(last_line(error)) from error
         ray.kill(replica)
         raise ReplicaLost(last_line(error)) from error
+
+
+async def loss(replica: Any) -> str:
+    """Returns once the replica or its engine does not live any more: why. It is killed then.
+
+    A replica without anything to capture would otherwise be missed only when what it holds is wanted.
+    """
+    while (trouble := await _trouble(replica)) is None:
+        await asyncio.sleep(HEALTH_EVERY_S)
+    ray.kill(replica)
+    return trouble
 
 
 async def rejoin(replica: Any, master_address: str) -> None:
@@ -59,9 +71,12 @@ def last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-async def _lives(replica: Any) -> bool:
-    """Whether a replica that failed can go on: its actor and its engine both live."""
+async def _trouble(replica: Any) -> str | None:
+    """Why a replica cannot go on; None: its actor and its engine both live."""
     try:
-        return bool(await asyncio.wait_for(replica.healthy.remote(), HEALTH_TIMEOUT_S))
-    except (RayError, TimeoutError):
-        return False
+        lives = await asyncio.wait_for(replica.healthy.remote(), HEALTH_TIMEOUT_S)
+    except TimeoutError:
+        return f"it does not say within {HEALTH_TIMEOUT_S:g} s whether it lives"
+    except RayError as error:
+        return last_line(error)
+    return None if lives else "its engine is dead"
