@@ -47,7 +47,7 @@ def refused(code: str, status: int = 403) -> ClientError:
     ids=lambda value: value.response["Error"]["Code"] if isinstance(value, ClientError) else type(value).__name__,
 )
 def test_an_error_of_s3(error: Exception, again: bool, said: str) -> None:
-    failure = store_failure(error, URL, ENDPOINT, 7.0)
+    failure = store_failure(error, URL, f"{ENDPOINT}/hidden?hidden=1", 7.0)
     assert failure is not None
     assert passes(error) is again
     message = str(failure)

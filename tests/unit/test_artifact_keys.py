@@ -57,7 +57,16 @@ def test_other_urls_are_refused_with_what_is_allowed(url: str) -> None:
         open_store(url)
 
 
-@pytest.mark.parametrize("url", ["s3://AKIA:hidden@bucket/p", "https://user:hidden@host/p"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIA:hidden@bucket/p",
+        "s3://AKIA:hid/hidden@bucket/p",
+        "s3://AKIA%3Ahidden%40bucket/p",
+        "s3://b_/p?token=hidden",
+        "https://user:hidden@host/p",
+    ],
+)
 def test_a_secret_in_a_url_is_not_repeated(url: str) -> None:
     with pytest.raises(InputError) as error:
         open_store(url)

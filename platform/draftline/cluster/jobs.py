@@ -43,7 +43,15 @@ class PipelineJob:
         from ray.job_submission import JobSubmissionClient
 
         logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)
-        self._client = JobSubmissionClient(cluster.jobs_address)
+        try:
+            self._client = JobSubmissionClient(cluster.jobs_address)
+        except Exception as error:  # Ray says it in many ways, some of which repeat the whole address
+            if cluster.started_here:
+                raise
+            raise InputError(
+                f"{cluster.name}: found no Ray cluster there that takes jobs ({type(error).__name__}); allowed: the "
+                "address of a running one, as --address or RAY_ADDRESS, or none"
+            ) from error
         submission = _local_job if cluster.local else _remote_job
         self.id = self._client.submit_job(**submission(cluster, recipe_file, overrides, serve, until))
 
@@ -128,7 +136,7 @@ def _remote_job(
 ) -> dict[str, Any]:
     if not recipe_file.resolve().is_relative_to(CHECKOUT):
         raise InputError(
-            f"{recipe_file}: the cluster at {cluster.jobs_address} is elsewhere and is sent {CHECKOUT} only; "
+            f"{recipe_file}: the cluster at {cluster.name} is elsewhere and is sent {CHECKOUT} only; "
             "put the recipe and its prompts below that folder"
         )
     recipe = recipe_file.resolve().relative_to(CHECKOUT).as_posix()

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,8 +20,11 @@ import psutil
 
 import draftline
 from draftline.cluster.shared_memory import remove_abandoned
+from draftline.errors import InputError
 from draftline.storage.artifacts import was_uploaded
 
+_HOST = r"(?:[\w.-]+|\[[\da-fA-F:.]+\])"
+_ADDRESS = re.compile(rf"{_HOST}:\d+|https?://{_HOST}(:\d+)?(/[\w./-]*)?")
 _PR_SET_CHILD_SUBREAPER = 36
 _OBJECT_STORE_BYTES = 150 << 20  # nothing large goes through it: hidden states travel by Mooncake
 _LEAST_LOGICAL_CPUS = 8  # Ray's CPUs only decide who may start; each actor sets its own threads
@@ -48,16 +52,25 @@ class Cluster:
         """Whether the cluster's head sees this machine's files."""
         return self.gcs_address is not None
 
+    @property
+    def name(self) -> str:
+        """The address as messages repeat it, without a path: a proxy's may hold a token."""
+        scheme, separator, rest = self.jobs_address.rpartition("://")
+        return scheme + separator + rest.partition("/")[0]
+
 
 @contextlib.contextmanager
 def ray_cluster(address: str | None = None) -> Iterator[Cluster]:
     """A cluster to submit to: the one named by `address` or RAY_ADDRESS, else the one that `ray start` left on this
     machine, else a new head in this process, which ends with the block together with every process below it.
+
+    Raises InputError for an address of another form.
     """
-    address = address or os.environ.get("RAY_ADDRESS") or _left_by_ray_start()
-    os.environ.pop("RAY_ADDRESS", None)  # Ray's job client would follow it rather than the address it is given
-    if address and address not in ("auto", "local"):
-        yield Cluster(address, _on_this_machine(address), started_here=False)
+    address = running_cluster(address)
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):  # Ray's job client would rather follow these
+        os.environ.pop(name, None)
+    if address is not None:
+        yield Cluster(address, on_this_machine(address), started_here=False)
         return
     began = time.time()
     _adopt_orphans()
@@ -66,6 +79,23 @@ def ray_cluster(address: str | None = None) -> Iterator[Cluster]:
         yield _start_head()
     finally:
         _end_head(before, began)
+
+
+def running_cluster(address: str | None = None) -> str | None:
+    """The address of the running cluster that `ray_cluster` would join; None: it would start one.
+
+    Raises InputError for an address of another form, which it does not repeat: it may hold a password.
+    """
+    named = address or os.environ.get("RAY_ADDRESS")
+    if named in ("auto", "local"):
+        return None
+    if named and not _ADDRESS.fullmatch(named):
+        what = "--address" if address else "RAY_ADDRESS"
+        raise InputError(
+            f"{what}: found an address of another form (not repeated here, it may hold a password); allowed: "
+            "HOST:PORT or http://HOST:PORT, without a user name or a password"
+        )
+    return named or _left_by_ray_start()
 
 
 def worker_environment(variables: Mapping[str, str]) -> dict[str, Any]:
@@ -167,7 +197,7 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _on_this_machine(address: str) -> str | None:
+def on_this_machine(address: str) -> str | None:
     """`address` when it is the GCS address of a head on this machine: its jobs can read local files."""
     host, _, port = address.rpartition(":")
     if "/" in host or not port.isdigit():

@@ -30,15 +30,16 @@ def parse_s3_url(url: str) -> S3Place:
     """The place that `s3://bucket/prefix` names. Raises InputError."""
     rest = url.removeprefix("s3://")
     bucket, _, path = rest.partition("/")
-    if "@" in bucket:  # a key and its secret: never to be repeated in a message
-        raise InputError(
-            "store: found an s3:// URL with a user name or a password in it; allowed: s3://BUCKET/PREFIX, with the "
-            "credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or in an AWS profile"
-        )
     prefix = path.strip("/")
-    if not _BUCKET.fullmatch(bucket) or "?" in prefix or "#" in prefix or (prefix and key_problem(prefix)):
-        raise InputError(f"store: found {url!r}; allowed: s3://BUCKET/PREFIX, e.g. s3://my-bucket/draftline")
-    return S3Place(bucket, prefix)
+    if _BUCKET.fullmatch(bucket) and not re.search(r"[?#]", prefix) and not (prefix and key_problem(prefix)):
+        return S3Place(bucket, prefix)
+    if re.search(r"[@:%?#]", rest):  # perhaps a key and its secret, which may hold a slash: never to be repeated
+        raise InputError(
+            "store: found an s3:// URL with a user name, a password, a port or a query in it; allowed: "
+            "s3://BUCKET/PREFIX, with the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) "
+            "or in an AWS profile"
+        )
+    raise InputError(f"store: found {url!r}; allowed: s3://BUCKET/PREFIX, e.g. s3://my-bucket/draftline")
 
 
 def join(*parts: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from draftline.errors import InputError
 
@@ -49,6 +48,7 @@ class S3Limits:
 def make_client(limits: S3Limits) -> Any:
     """A boto3 S3 client of its own session (making one is not thread-safe, using one is). Raises InputError."""
     import boto3
+    from botocore import exceptions as boto
     from botocore.config import Config
 
     config = Config(
@@ -61,16 +61,32 @@ def make_client(limits: S3Limits) -> Any:
     )
     try:
         client = boto3.session.Session().client("s3", config=config)
-    except ValueError as error:  # botocore's: "Invalid endpoint: ..."
+    except (boto.BotoCoreError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"store: {_wrong_setting(error)}") from error
+    if any(mark in client.meta.endpoint_url for mark in "@?#"):  # a password with a slash moves the @ into the path
         raise InputError(
-            "store: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL is no URL; allowed: e.g. https://s3.example.com:9000"
-        ) from error
-    if "@" in urlsplit(client.meta.endpoint_url).netloc:
-        raise InputError(
-            "store: the S3 endpoint's URL has a user name or a password in it; allowed: scheme, host and port, with "
-            "the credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or in an AWS profile"
+            "store: the S3 endpoint's URL has a user name or a password in it, or a query; allowed: scheme, host and "
+            "port, with the credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or in an AWS profile"
         )
     return client
+
+
+def _wrong_setting(error: Exception) -> str:
+    """Which setting botocore refuses. Its own text is left out: it may repeat a line of a file with secrets."""
+    from botocore import exceptions as boto
+
+    if isinstance(error, boto.InvalidRegionError | boto.NoRegionError):
+        return "AWS_REGION, AWS_DEFAULT_REGION or the AWS profile's region is no region; allowed: e.g. us-east-1"
+    if isinstance(error, boto.ProfileNotFound):
+        return "AWS_PROFILE names a profile that the AWS config files do not have; allowed: one that they have"
+    if isinstance(error, boto.ConfigParseError):
+        return "an AWS config file cannot be read (AWS_CONFIG_FILE, AWS_SHARED_CREDENTIALS_FILE); allowed: INI"
+    if isinstance(error, boto.PartialCredentialsError):
+        return "found half of the credentials; allowed: both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+    if "endpoint" in str(error):
+        return "AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL is no URL; allowed: e.g. https://s3.example.com:9000"
+    # Some settings botocore takes as they come, and stumbles over them later.
+    return f"boto3 cannot use the AWS settings ({type(error).__name__}); check AWS_* and the AWS config file"
 
 
 def make_transfers(client: Any, limits: S3Limits, part_bytes: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from botocore import exceptions as boto
 from s3transfer.exceptions import RetriesExceededError
@@ -105,8 +106,11 @@ def client_error(entry: Mapping[str, Any], operation: str) -> boto.ClientError:
 def store_failure(error: Exception, url: str, endpoint: str, patience_s: float) -> StoreFailed | None:
     """The message about an error of boto3's, or None for one that is not the store's.
 
-    `url` names the object or place. What the server wrote is left out: nobody knows what is in it.
+    `url` names the object or place. What the server wrote is left out, nobody knows what is in it; of the endpoint's
+    URL, all but scheme, host and port.
     """
+    place = urlsplit(endpoint)
+    endpoint = f"{place.scheme}://{place.netloc.rpartition('@')[2]}"
     tried = f"still so after {patience_s:g} s of trying; is the store overloaded? Run again later to resume"
     if isinstance(error, boto.ClientError):
         return StoreFailed(f"{url}: {_client_advice(error, url, endpoint, tried)}")
