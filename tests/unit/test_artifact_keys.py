@@ -1,17 +1,19 @@
 """Keys, the URLs of stores, and how long is waited between tries."""
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draftline.errors import InputError
+from draftline.storage.artifacts import store_url
 from draftline.storage.keys import below, checked_key, is_reserved, join, key_problem
 from draftline.storage.local import LocalStore
 from draftline.storage.retry import FIRST_PAUSE_S, LONGEST_PAUSE_S, pauses, persist
 from draftline.storage.s3 import S3Store
-from draftline.storage.s3_client import MOST_PARTS, SMALLEST_PART_BYTES, S3Limits
+from draftline.storage.s3_client import MOST_PARTS, SMALLEST_PART_BYTES, S3Limits, make_client
 from draftline.storage.store import open_store
 
 parts = st.text(st.characters(exclude_characters="/", exclude_categories=("Cs", "Cc")), min_size=1, max_size=20).filter(
@@ -51,10 +53,22 @@ def test_urls_name_a_folder_or_a_bucket(tmp_path: object) -> None:
     assert open_store("s3://bucket").url == "s3://bucket"
 
 
-@pytest.mark.parametrize("url", ["", "gs://b/p", "file:///tmp/x", "s3://", "s3:///p", "s3://B_/p", "s3://b?x", "s3:b"])
+@pytest.mark.parametrize(
+    "url",
+    ["", " ", "gs://b/p", "file:///tmp/x", "file:x", "s3://", "s3:///p", "s3://B_/p", "s3://b?x", "s3:b", "S3:/b/x"],
+)
 def test_other_urls_are_refused_with_what_is_allowed(url: str) -> None:
     with pytest.raises(InputError, match=re.escape("s3://BUCKET/PREFIX")):
-        open_store(url)
+        open_store(store_url(url))
+
+
+def test_a_folders_check_leaves_nothing_and_names_the_folder(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "a" / "store")
+    store.check()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a").write_text("a file")
+    with pytest.raises(InputError, match=r"^store: .*/a/store/?: a file is where a folder should be"):
+        store.check()
 
 
 @pytest.mark.parametrize(
@@ -118,3 +132,27 @@ def test_no_file_has_more_parts_than_s3_takes(file_bytes: int, part_bytes: int) 
     used = S3Limits(part_bytes=part_bytes).part_bytes_for(file_bytes)
     assert used >= part_bytes
     assert -(-file_bytes // used) <= MOST_PARTS
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("AWS_PROFILE", "none", "AWS_PROFILE names a profile"),
+        ("AWS_DEFAULT_REGION", "x/../@evil", "is no region"),
+        ("AWS_SECRET_ACCESS_KEY", "", "half of the credentials"),
+        ("AWS_ENDPOINT_URL_S3", "http://u:hid/hidden@host:1", "has a user name or a password"),
+        ("AWS_ENDPOINT_URL_S3", "http://host:hidden", "is no URL"),
+        ("AWS_ENDPOINT_URL_S3", "ftp://host", "is no URL"),
+        ("AWS_DEFAULTS_MODE", "hidden", "cannot use the AWS settings"),
+    ],
+)
+def test_settings_that_make_no_client(monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str) -> None:
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(variable, "hidden")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=f"^store: .*{said}") as error:
+        make_client(S3Limits())
+    assert "hidden" not in str(error.value)

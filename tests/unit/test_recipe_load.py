@@ -6,7 +6,7 @@ import pytest
 
 from draftline.errors import InputError
 from draftline.recipe.load import dump_recipe, load_recipe, recipe_differences, recipe_sha256
-from draftline.recipe.schema import Recipe
+from draftline.recipe.schema import Recipe, resolve_path
 
 GOOD = """\
 run_id: first
@@ -75,7 +75,8 @@ def test_a_date_stays_text(recipe_file: Path) -> None:
 
 
 def test_the_dump_reads_back_equal_and_hashes_equal(recipe_file: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(recipe_file, ["training.optimizer.lr=1e-05", "target.engine_args={block_size: 16}"])
+    texts = "target.engine_args={block_size: 16, a: '1e3', b: '010', c: '1:30', d: '1.5e3', e: 'yes', f: '2026-01-31'}"
+    recipe = load_recipe(recipe_file, ["training.optimizer.lr=1e-05", texts])
     dumped = tmp_path / "dumped.yaml"
     dumped.write_text(dump_recipe(recipe))
     assert load_recipe(dumped) == recipe
@@ -126,6 +127,12 @@ def test_all_problems_come_in_one_message(recipe_file: Path) -> None:
             "3: unknown key; allowed: run_id, seed, store, target, data, draft, extraction, hidden_states, training, "
             "evaluation, serving, failures, resources",
         ),
+        (
+            "yes",
+            "yes: 4",
+            "yes: unknown key; allowed: run_id, seed, store, target, data, draft, extraction, hidden_states, training, "
+            "evaluation, serving, failures, resources",
+        ),
     ],
 )
 def test_unknown_keys_name_the_nearest(recipe_file: Path, key: str, line: str, message: str) -> None:
@@ -155,8 +162,15 @@ def test_unknown_keys_name_the_nearest(recipe_file: Path, key: str, line: str, m
         ),
         (
             "training: {optimizer: {betas: [0.9]}}",
-            "training.optimizer.betas: found [0.9]; allowed: list of 2: number, number",
+            "training.optimizer.betas: found [0.9]; allowed: list of 2: number >= 0 and < 1",
         ),
+        (
+            "training: {optimizer: {betas: [5, 5]}}",
+            "training.optimizer.betas: found [5, 5]; allowed: list of 2: number >= 0 and < 1",
+        ),
+        ("seed: 4294967296", "seed: found 4294967296; allowed: whole number >= 0 and <= 4294967295"),
+        ("seed: 010", 'seed: found "010"; allowed: whole number >= 0 and <= 4294967295'),
+        ("seed: 1:30", 'seed: found "1:30"; allowed: whole number >= 0 and <= 4294967295'),
     ],
 )
 def test_wrong_types_and_units(recipe_file: Path, line: str, message: str) -> None:
@@ -196,6 +210,14 @@ def test_draft_length_beyond_the_block(recipe_file: Path) -> None:
     assert refusal(recipe_file, *overrides) == (
         "--set serving.draft_tokens=4: serving.draft_tokens: serving.draft_tokens is 4, but draft.block_size 4 "
         "(one_plus_n) drafts at most 3 tokens"
+    )
+
+
+def test_arguments_that_the_chat_template_cannot_have(recipe_file: Path) -> None:
+    override = "data.answer.chat_template_args={tokenize: false}"
+    assert refusal(recipe_file, override) == (
+        f"--set {override}: data.answer.chat_template_args: chat_template_args cannot hold tokenize: the pipeline sets "
+        "that itself"
     )
 
 
@@ -249,6 +271,19 @@ def test_bad_overrides_are_named(recipe_file: Path, override: str, message: str)
             "FILE:1: not YAML: could not determine a constructor for the tag "
             "'tag:yaml.org,2002:python/object:os.system'",
         ),
+        (
+            b"run_id: a\nseed: !!set {b}\n",
+            "FILE:2: not YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:set'",
+        ),
+        (b"run_id: a\nseed: !!bool abc\n", "FILE:2: not YAML: abc cannot be read as bool"),
+        (b"run_id: a\nseed: " + b"9" * 5000, f"FILE:2: not YAML: {'9' * 77}... cannot be read as int"),
+        (b'run_id: a\nstore: "\\ud800"\n', "FILE:2: found half of a surrogate pair; allowed: Unicode text"),
+        (b'run_id: a\n"\\ud800": 1\n', "FILE:2: found half of a surrogate pair; allowed: Unicode text"),
+        (
+            b"a0: &a0 [x]\n" + b"".join(b"a%d: &a%d [%s]\n" % (n, n, b"*a%d," % (n - 1) * 9) for n in range(1, 9)),
+            "FILE:1: found more than 50000 values, aliases counted; allowed: fewer",
+        ),
+        (b"a: " + b"[" * 3000, "FILE:1: not YAML: found brackets nested beyond reason; allowed: plain values"),
         (b"run_id: a\n---\nrun_id: b\n", "FILE:2: not YAML: but found another document"),
     ],
 )
@@ -256,9 +291,41 @@ def test_files_that_are_no_recipe(recipe_file: Path, content: bytes, message: st
     assert refusal_of(recipe_file, content) == message
 
 
+def test_keys_are_text_and_aliases_are_fine(recipe_file: Path) -> None:
+    recipe_file.write_text(GOOD + "seed: &one 1\ntraining: {epochs: *one}\n")
+    recipe = load_recipe(recipe_file, ["target.engine_args={1: {yes: 0x10, ~: +2}}"])
+    assert recipe.target.engine_args == {"1": {"yes": 16, "~": 2}}
+    assert recipe.training.epochs == 1
+
+
 def test_missing_file_and_folder(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "no.yaml") == "FILE: no such file; allowed: the path of a recipe (YAML)"
-    assert refusal(tmp_path) == "FILE: found a folder; allowed: the path of a recipe (YAML)"
+    (tmp_path / "loop").symlink_to("loop")
+    for name, found in {
+        "no.yaml": "no such file",
+        ".": "found a folder",
+        "/dev/null": "found neither a file nor a folder",
+        "x" * 300: "cannot be read (File name too long)",
+        "loop": "cannot be read (Too many levels of symbolic links)",
+    }.items():
+        assert refusal(tmp_path / name) == f"FILE: {found}; allowed: the path of a recipe (YAML)"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("~no-such-user/x", "there is no such user"),
+        ("a\0b", "it has a zero byte or half a character"),
+        ("x" * 300, "File name too long"),
+        ("loop", "Too many levels of symbolic links"),
+    ],
+)
+def test_paths_that_no_file_system_holds(tmp_path: Path, value: str, reason: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InputError) as caught:
+        resolve_path(tmp_path / "recipe.yaml", "data.prompts", value)
+    shown = value if len(value) <= 80 else f"{value[:77]}..."
+    message = f"{tmp_path}/recipe.yaml: data.prompts: found {shown!r}; allowed: a path ({reason})"
+    assert str(caught.value) == message
 
 
 def test_every_shipped_recipe_loads() -> None:

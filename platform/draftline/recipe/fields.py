@@ -120,7 +120,7 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         at_least = next((entry.min_length for entry in metadata if hasattr(entry, "min_length")), 0)
         return f"list{f' of at least {at_least}' if at_least else ''}: {_in_words(args[0])}"
     if origin is tuple:
-        return f"list of {len(args)}: {', '.join(_in_words(arg) for arg in args)}"
+        return f"list of {len(args)}: {', '.join(dict.fromkeys(_in_words(arg) for arg in args))}"
     if origin is dict:
         return MAPPING
     if any(isinstance(entry, BeforeValidator) for entry in metadata):
@@ -132,8 +132,8 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 def _bounds(metadata: Sequence[Any]) -> list[str]:
     return [
-        f"{sign} {getattr(entry, name):g}"
+        f"{sign} {value if isinstance(value, int) else f'{value:g}'}"
         for entry in metadata
         for name, sign in _BOUNDS
-        if getattr(entry, name, None) is not None
+        if (value := getattr(entry, name, None)) is not None
     ]

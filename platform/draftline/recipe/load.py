@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from draftline.errors import InputError
 from draftline.recipe.fields import MAPPING, field_allows, section_keys, suggestion
 from draftline.recipe.problems import Places, describe_problems, describe_value
 from draftline.recipe.schema import Recipe
-from draftline.recipe.source import parse_yaml, read_text
+from draftline.recipe.source import dump_yaml, parse_yaml, read_text
 
 _ABSENT = "absent"
 _WANTED = "a mapping of keys, such as run_id, target, data and draft"
@@ -77,7 +76,7 @@ def _require_known(label: str, path: tuple[str, ...]) -> None:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML, every field written out; `load_recipe` reads it back to an equal recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return dump_yaml(recipe.model_dump(mode="json"))
 
 
 def recipe_sha256(recipe: Recipe) -> str:

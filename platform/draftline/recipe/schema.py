@@ -11,6 +11,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 
+from draftline.storage.files import user_path
+
+# What the tokenizer takes beside the template's arguments, and what it hands to the template itself.
+_OWN_TEMPLATE_ARGS = frozenset(
+    [
+        "add_generation_prompt",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    ]
+)
+RUN_ID = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+
 
 class Section(BaseModel):
     """A part of a recipe: unknown keys are refused, values never change after loading."""
@@ -31,6 +52,7 @@ Bytes = Annotated[int, BeforeValidator(_byte_count), Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Budget = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Target(Section):
@@ -69,6 +91,13 @@ class Answer(Section):
     chat_template_args: dict[str, Any] = Field(
         default_factory=dict, description="arguments for the chat template, such as `enable_thinking: false`"
     )
+
+    @model_validator(mode="after")
+    def _template_args_are_free(self) -> Answer:
+        taken = sorted(_OWN_TEMPLATE_ARGS & self.chat_template_args.keys())
+        if taken:
+            raise ValueError(f"chat_template_args cannot hold {', '.join(taken)}: the pipeline sets that itself")
+        return self
 
 
 class Data(Section):
@@ -156,7 +185,7 @@ class Optimizer(Section):
     name: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices by Muon, the rest by AdamW")
     lr: float = Field(1.5e-3, gt=0.0, description="peak learning rate")
     weight_decay: float = Field(0.0, ge=0.0, description="decoupled weight decay")
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's moment decay rates")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False, description="AdamW's moment decay rates")
     momentum: float = Field(0.95, ge=0.0, lt=1.0, description="Muon's momentum")
     warmup_share: Share = Field(0.05, description="share of the steps that the learning rate rises over")
     decay: Literal["linear", "cosine", "constant"] = Field("linear", description="shape after the warm-up")
@@ -249,8 +278,8 @@ class Resources(Section):
 class Recipe(Section):
     """Everything about a run."""
 
-    run_id: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="the run's name; the same name resumes it")
-    seed: Annotated[int, Field(ge=0)] = Field(0, description="seed of every random choice")
+    run_id: str = Field(pattern=RUN_ID, description="the run's name; the same name resumes it")
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(0, description="seed of every random choice")
     store: str = Field(
         "runs", description="where all artifacts go: a folder, relative to the working directory, or s3://bucket/prefix"
     )
@@ -281,7 +310,7 @@ class Recipe(Section):
         return self
 
 
-def resolve_path(recipe_file: Path, value: str) -> Path:
-    """A path of the recipe, relative to the recipe's own folder unless absolute."""
-    path = Path(value).expanduser()
-    return path if path.is_absolute() else (recipe_file.parent / path).resolve()
+def resolve_path(recipe_file: Path, key: str, value: str) -> Path:
+    """The path at the recipe's `key`, relative to the recipe's own folder unless absolute. Raises InputError."""
+    path = user_path(recipe_file.parent, value, f"{recipe_file}: {key}")
+    return path if Path(value).expanduser().is_absolute() else path.resolve()

@@ -11,22 +11,56 @@ from typing import Any
 import yaml
 
 from draftline.errors import InputError
+from draftline.storage.files import open_user_file
 
 KeyPath = tuple[str | int, ...]
 
-# YAML 1.1 reads 1e-3 as text, because it wants a dot and a sign; every reader of a recipe means the number.
-_FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+_TAG = "tag:yaml.org,2002:"
+# Numbers as every reader means them. YAML 1.1 reads 1e-3 as text, because it wants a dot and a sign, 010 as 8 and 1:30
+# as 90: here the first is a number, and the others are text, which a field of numbers refuses.
+_INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN))$"
+)
+_OWN = {_TAG + kind for kind in ("int", "float", "timestamp")}
+_KINDS = {_TAG + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map")}
+_MERGE = _TAG + "merge"
+# Aliases of aliases make a few lines stand for more values than memory holds.
+_MOST_VALUES = 50_000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe subset, with 1e-3 a number and dates plain text."""
+    """The part of YAML's safe subset that JSON has too, with dates as plain text."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """See yaml; a scalar that is not what its tag says, or no Unicode text, is a bad node."""
+        if isinstance(node, yaml.ScalarNode) and any("\ud800" <= character < "\ue000" for character in node.value):
+            raise _BadNode(node, "found half of a surrogate pair; allowed: Unicode text")
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError) as error:  # such as `!!int text`, or more digits than Python takes
+            value = str(node.value)
+            shown = value if len(value) <= 80 else f"{value[:77]}..."
+            raise _BadNode(node, f"not YAML: {shown} cannot be read as {node.tag.removeprefix(_TAG)}") from error
 
 
+_Loader.yaml_constructors = {
+    tag: constructor for tag, constructor in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in _KINDS
+}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OWN]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+_Loader.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text in quotes that any reader, or this one, would take for a number."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
 
 
 class _BadNode(Exception):
@@ -61,29 +95,32 @@ def parse_yaml(text: str, *, label: str, numbered: bool = True) -> Source:
         node = loader.get_single_node()
         if node is None:
             return Source(None, {(): 1})
-        lines = dict(_key_lines(node, (), ()))
+        lines = {}
+        for path, line in _key_lines(node, (), ()):
+            lines[path] = line
+            if len(lines) > _MOST_VALUES:
+                raise _BadNode(node, f"found more than {_MOST_VALUES} values, aliases counted; allowed: fewer")
         return Source(loader.construct_document(node), lines)
     except _BadNode as error:
         raise refuse(error.line, str(error)) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise refuse(mark.line + 1 if mark else 1, f"not YAML: {error.problem or error.context}") from error
-    except (ValueError, RecursionError) as error:  # such as `!!int text`, or brackets nested beyond reason
-        raise refuse(1, f"not YAML: {error}") from error
+    except RecursionError as error:
+        raise refuse(1, "not YAML: found brackets nested beyond reason; allowed: plain values") from error
     finally:
         loader.dispose()
 
 
+def dump_yaml(value: Any) -> str:
+    """A value of mappings, lists and scalars as YAML, which `parse_yaml` reads back equal."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
 def read_text(path: Path) -> str:
     """The text of a file that the user named; raises InputError when it is missing, no file, or not UTF-8."""
-    if not path.exists():
-        raise InputError(f"{path}: no such file; allowed: the path of a recipe (YAML)")
-    if not path.is_file():
-        raise InputError(f"{path}: found a folder; allowed: the path of a recipe (YAML)")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    with open_user_file(path, "the path of a recipe (YAML)") as file:
+        content = file.read()
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -102,6 +139,8 @@ def _key_lines(node: yaml.Node, path: KeyPath, above: tuple[yaml.Node, ...]) -> 
         for key, value in node.value:
             line = key.start_mark.line + 1
             name = str(key.value)
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                key.tag = _TAG + "str"  # keys are text, as in JSON: `yes` and `1` too
             below = (*path, name)
             if name in seen and isinstance(key, yaml.ScalarNode):
                 dotted = ".".join(map(str, below))

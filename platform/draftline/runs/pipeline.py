@@ -136,7 +136,7 @@ def _tokenized(recipe: Recipe, recipe_file: Path, target: ResolvedTarget, prompt
         )
     )
     check_prompt_lengths(
-        resolve_path(recipe_file, recipe.data.prompts),
+        resolve_path(recipe_file, "data.prompts", recipe.data.prompts),
         prompts,
         [len(ids) for ids in token_ids],
         answer.max_tokens,

@@ -23,11 +23,11 @@ def conversation_of(value: Any) -> tuple[Message, ...]:
     dropped, because the target answers itself. Raises BadPrompt.
     """
     if isinstance(value, str):
-        return ({"role": "user", "content": _text("", value)},)
+        return ({"role": "user", "content": plain_text("", value)},)
     if not isinstance(value, list) or not value:
         raise BadPrompt(f": found {_shown(value)}; allowed: text, or a list of turns or messages that is not empty")
     if isinstance(value[0], str):
-        return ({"role": "user", "content": _text("[0]", value[0])},)
+        return ({"role": "user", "content": plain_text("[0]", value[0])},)
     messages = [_message(f"[{place}]", entry) for place, entry in enumerate(value)]
     _check_order(messages)
     return tuple(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
@@ -44,7 +44,7 @@ def _message(place: str, entry: Any) -> Message:
     role = entry[role_key]
     if not isinstance(role, str) or role not in _ROLES:
         raise BadPrompt(f"{place}.{role_key}: found {_shown(role)}; allowed: {', '.join(_ROLES)}")
-    return {"role": _ROLES[role], "content": _text(f"{place}.{text_key}", entry[text_key])}
+    return {"role": _ROLES[role], "content": plain_text(f"{place}.{text_key}", entry[text_key])}
 
 
 def _check_order(messages: list[Message]) -> None:
@@ -57,7 +57,8 @@ def _check_order(messages: list[Message]) -> None:
             raise BadPrompt(f"[{place}].role: found {message['role']}; allowed here: {expected}")
 
 
-def _text(place: str, value: Any) -> str:
+def plain_text(place: str, value: Any) -> str:
+    """`value`, when it is text with something in it. Raises BadPrompt, beginning with `place`."""
     if not isinstance(value, str) or not value.strip():
         raise BadPrompt(f"{place}: found {_shown(value)}; allowed: text that is not empty")
     try:

@@ -13,7 +13,8 @@ from typing import Any
 
 from draftline.errors import InputError
 from draftline.recipe.schema import Data, resolve_path
-from draftline.samples.conversation import PROMPT_FIELDS, BadPrompt, Message, conversation_of
+from draftline.samples.conversation import PROMPT_FIELDS, BadPrompt, Message, conversation_of, plain_text
+from draftline.storage.files import open_user_file
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def read_prompts(recipe_file: Path, data: Data, seed: int) -> list[Prompt]:
     Which prompts are chosen and held out depends on seed, domain and text, not on the file's order.
     Raises InputError naming file and line, also when a domain is left without a training prompt.
     """
-    path = resolve_path(recipe_file, data.prompts)
+    path = resolve_path(recipe_file, "data.prompts", data.prompts)
     prompts = _distinct(path, _read(path, data.field))
     chosen = _choose(recipe_file, path, prompts, data, seed)
     return [replace(prompt, number=number) for number, prompt in enumerate(sorted(chosen, key=lambda p: p.line))]
@@ -71,12 +72,8 @@ def check_prompt_lengths(
 
 
 def _read(path: Path, field: str | None) -> Iterator[Prompt]:
-    if not path.exists():
-        raise InputError(f"{path}: no such file; allowed: a JSONL file of prompts (data.prompts)")
-    if not path.is_file():
-        raise InputError(f"{path}: found a folder; allowed: a JSONL file of prompts (data.prompts)")
     found = False
-    with path.open("rb") as file:
+    with open_user_file(path, "a JSONL file of prompts (data.prompts)") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 found = True
@@ -98,13 +95,13 @@ def _parse(place: str, number: int, line: bytes, field: str | None) -> Prompt:
     if name not in entry:
         wanted = f"`{field}` (data.field)" if field else f"one of the fields {', '.join(PROMPT_FIELDS)}"
         raise InputError(f"{place}: found the fields {', '.join(entry) or 'none'}; allowed: {wanted}")
-    domain = entry.get("domain", DEFAULT_DOMAIN)
-    if not isinstance(domain, str) or not domain.strip():
-        raise InputError(f"{place}: domain: found {json.dumps(domain)}; allowed: text that is not empty")
+    key = "domain"
     try:
+        domain = plain_text("", entry.get("domain", DEFAULT_DOMAIN))
+        key = str(name)
         return Prompt(-1, domain, conversation_of(entry[name]), held_out=False, line=number)
     except BadPrompt as error:
-        raise InputError(f"{place}: {name}{error}") from error
+        raise InputError(f"{place}: {key}{error}") from error
 
 
 def _without_line(error: Exception) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftline.storage.files import user_path
+from draftline.storage.keys import names_a_folder
+
 _RAY_UPLOADS = "working_dir_files"  # the folder that Ray unpacks working directories in
 
 
@@ -49,12 +52,13 @@ def store_url(store: str) -> str:
     """What `open_store` takes for a recipe's `store`: a folder becomes absolute, from the working directory.
 
     Ray deletes the working directory of a job that was sent one, so a folder there is kept below `~/draftline`.
+    Raises InputError for a path that cannot be.
     """
-    if "://" in store:
+    if not names_a_folder(store):
         return store
     here = Path.cwd()
     base = Path.home() / "draftline" if was_uploaded(here) else here
-    return str((base / Path(store).expanduser()).absolute())
+    return str(user_path(base, store, "store").absolute())
 
 
 def was_uploaded(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and their checksums."""
+"""Files that are whole or absent, their checksums, and paths that a user named."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from draftline.errors import InputError
 
 
 def sha256_file(path: Path) -> str:
@@ -54,6 +57,40 @@ def write_text_atomic(path: Path, text: str) -> None:
 def write_json_atomic(path: Path, value: Any) -> None:
     """Writes JSON, indented for people, whole or not at all. Raises TypeError for what JSON cannot hold."""
     write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def user_path(base: Path, value: str, label: str) -> Path:
+    """A path that a user wrote, below `base` unless absolute, `~` expanded; it need not exist.
+
+    Raises InputError, which begins with `label`, for what no file system can hold.
+    """
+    try:
+        path = base / Path(value).expanduser()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            path.stat()
+        return path
+    except RuntimeError:
+        reason = "there is no such user"
+    except ValueError:
+        reason = "it has a zero byte or half a character"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    shown = value if len(value) <= 80 else f"{value[:77]}..."
+    raise InputError(f"{label}: found {shown!r}; allowed: a path ({reason})")
+
+
+def open_user_file(path: Path, allowed: str) -> BinaryIO:
+    """Opens a file that a user named. Raises InputError when it is missing, no file, or not to be read."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            return path.open("rb")
+        found = "found a folder" if stat.S_ISDIR(mode) else "found neither a file nor a folder"
+    except FileNotFoundError:
+        found = "no such file"
+    except OSError as error:
+        found = f"cannot be read ({error.strerror})"
+    raise InputError(f"{path}: {found}; allowed: {allowed}")
 
 
 def _flush_to_disk(path: Path) -> None:

@@ -26,6 +26,11 @@ class S3Place:
         return "s3://" + join(self.bucket, self.prefix)
 
 
+def names_a_folder(store: str) -> bool:
+    """Whether a recipe's `store` is a folder's path; what looks like a URL is none, were it one that nobody knows."""
+    return bool(store.strip()) and "://" not in store and not store.lower().startswith(("s3:", "file:"))
+
+
 def parse_s3_url(url: str) -> S3Place:
     """The place that `s3://bucket/prefix` names. Raises InputError."""
     rest = url.removeprefix("s3://")

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -114,9 +115,13 @@ class LocalStore:
                     file.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """See ArtifactStore."""
+        """See ArtifactStore. The probe is in a folder of its own, which goes again: a run that is refused later leaves
+        neither an empty store nor a lock."""
         try:
-            probe(self)
+            with self._failures(""):
+                top = next(folder for folder in (self._folder, *self._folder.parents) if folder.exists())
+                with tempfile.TemporaryDirectory(dir=top, prefix=".draftline-probe-") as folder:
+                    probe(LocalStore(Path(folder)), self.url)
         except RunFailed as error:
             raise InputError(f"store: {error}") from error
 

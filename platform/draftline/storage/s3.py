@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import errno
 import functools
 import hashlib
@@ -26,7 +25,6 @@ T = TypeVar("T")
 
 _CHUNK_BYTES = 1 << 20
 _DELETED_AT_ONCE = 1000  # S3's own limit
-_CHECK_PATIENCE_S = 10.0  # at start-up someone waits for the message
 _SHA256 = "sha256"  # what the object's metadata calls it
 _WRITER = "writer"
 
@@ -157,7 +155,7 @@ class S3Store:
     def check(self) -> None:
         """See ArtifactStore."""
         try:
-            probe(S3Store(self._place, _hasty(self._limits)))
+            probe(S3Store(self._place, self._limits.hasty()))
         except RunFailed as error:
             raise InputError(f"store: {error}") from error
 
@@ -285,12 +283,3 @@ def _sums(file: Path, limits: S3Limits) -> _Sums:
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def _hasty(limits: S3Limits) -> S3Limits:
-    return dataclasses.replace(
-        limits,
-        patience_s=min(limits.patience_s, _CHECK_PATIENCE_S),
-        timeout_s=min(limits.timeout_s, _CHECK_PATIENCE_S),
-        attempts=min(limits.attempts, 2),
-    )

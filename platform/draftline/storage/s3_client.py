@@ -5,8 +5,10 @@ A custom endpoint is `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL`, or the `endpoi
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from draftline.errors import InputError
 
@@ -14,6 +16,9 @@ SMALLEST_PART_BYTES = 5 << 20
 """S3 takes no smaller part, but for the last."""
 
 MOST_PARTS = 10_000
+
+_HASTY_S = 10.0
+_NO_URL = "AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL is no URL; allowed: e.g. https://s3.example.com:9000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,15 @@ class S3Limits:
         """How long a connection may take to come about: a store that is there takes it at once."""
         return min(10.0, self.timeout_s)
 
+    def hasty(self) -> S3Limits:
+        """The same for someone who waits for the message: soon out of patience."""
+        return dataclasses.replace(
+            self,
+            patience_s=min(self.patience_s, _HASTY_S),
+            timeout_s=min(self.timeout_s, _HASTY_S),
+            attempts=min(self.attempts, 2),
+        )
+
     def part_bytes_for(self, file_bytes: int) -> int:
         """The size of the parts that a file of that many bytes is sent in: no more than 10,000 of them."""
         return max(self.part_bytes, -(-file_bytes // MOST_PARTS))
@@ -61,13 +75,20 @@ def make_client(limits: S3Limits) -> Any:
     )
     try:
         client = boto3.session.Session().client("s3", config=config)
-    except (boto.BotoCoreError, ValueError, TypeError, AttributeError) as error:
+    except (boto.BotoCoreError, OSError, ValueError, TypeError, AttributeError) as error:
         raise InputError(f"store: {_wrong_setting(error)}") from error
     if any(mark in client.meta.endpoint_url for mark in "@?#"):  # a password with a slash moves the @ into the path
         raise InputError(
             "store: the S3 endpoint's URL has a user name or a password in it, or a query; allowed: scheme, host and "
             "port, with the credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or in an AWS profile"
         )
+    try:
+        place = urlsplit(client.meta.endpoint_url)
+        usable = place.scheme in ("http", "https") and place.port != 0
+    except ValueError:  # a port that is none
+        usable = False
+    if not usable:
+        raise InputError(f"store: {_NO_URL}")
     return client
 
 
@@ -82,9 +103,11 @@ def _wrong_setting(error: Exception) -> str:
     if isinstance(error, boto.ConfigParseError):
         return "an AWS config file cannot be read (AWS_CONFIG_FILE, AWS_SHARED_CREDENTIALS_FILE); allowed: INI"
     if isinstance(error, boto.PartialCredentialsError):
-        return "found half of the credentials; allowed: both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-    if "endpoint" in str(error):
-        return "AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL is no URL; allowed: e.g. https://s3.example.com:9000"
+        return (
+            "found half of the credentials; allowed: both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        )
+    if not isinstance(error, boto.BotoCoreError) and ("endpoint" in str(error) or "URL" in str(error)):
+        return _NO_URL
     # Some settings botocore takes as they come, and stumbles over them later.
     return f"boto3 cannot use the AWS settings ({type(error).__name__}); check AWS_* and the AWS config file"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from draftline.errors import InputError, RunFailed
-from draftline.storage.keys import ALLOWED, parse_s3_url
+from draftline.storage.keys import ALLOWED, names_a_folder, parse_s3_url
 
 
 class NotFound(RunFailed):
@@ -93,23 +93,38 @@ class ArtifactStore(Protocol):
         """The local folder that the store is, or None."""
 
 
-def open_store(url: str) -> ArtifactStore:
-    """The store that a folder's path or `s3://bucket/prefix` names; touches neither. Raises InputError."""
+def open_store(url: str, *, hasty: bool = False) -> ArtifactStore:
+    """The store that a folder's path or `s3://bucket/prefix` names; touches neither. Raises InputError.
+
+    `hasty`: someone waits, so a store that cannot be reached is said to be after seconds, not minutes.
+    """
     if url.startswith("s3://"):
         from draftline.storage.s3 import S3Store
+        from draftline.storage.s3_client import S3Limits
 
-        return S3Store(parse_s3_url(url))
-    if not url or "://" in url or url.startswith(("s3:", "file:")):
-        scheme = url.partition(":")[0] if ":" in url else url  # the rest may hold a password
-        raise InputError(f"store: found {scheme + '://...' if scheme else 'nothing'}; allowed: {ALLOWED}")
+        return S3Store(parse_s3_url(url), S3Limits().hasty() if hasty else None)
+    if not names_a_folder(url):
+        scheme = url.partition(":")[0].strip()  # the rest may hold a password
+        raise InputError(f"store: found {f'{scheme}:...' if scheme else 'nothing'}; allowed: {ALLOWED}")
     from draftline.storage.local import LocalStore
 
     return LocalStore(Path(url))
 
 
-def probe(store: ArtifactStore) -> None:
-    """What `check` does on any store; raises what the store raises, and StoreFailed when it does not keep its word."""
-    key, data = f"draftline-probe-{uuid.uuid4().hex}", b"draftline"
+def probe(store: ArtifactStore, name: str | None = None) -> None:
+    """What `check` does on any store, which messages call by `name`.
+
+    Raises StoreFailed, also when the store does not keep its word, and InputError.
+    """
+    key = f"draftline-probe-{uuid.uuid4().hex}"
+    try:
+        _probe(store, key, b"draftline")
+    except RunFailed as error:
+        # The probe's own name would make its reader look for an object that is not there.
+        raise StoreFailed(str(error).replace(key, "").replace(store.url, name or store.url)) from error
+
+
+def _probe(store: ArtifactStore, key: str, data: bytes) -> None:
     version = store.write_if(key, data, None)
     try:
         try:

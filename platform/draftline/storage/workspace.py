@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from draftline.storage.files import sha256_file
+from draftline.storage.files import sha256_file, user_path
 from draftline.storage.keys import is_reserved, join
 from draftline.storage.store import ArtifactStore, Damaged, NotFound
 
@@ -98,12 +98,16 @@ class Workspace:
 
 
 def working_folder(store: ArtifactStore, run_id: str) -> Path:
-    """Where a run works on this machine: in the store when that is a folder, else below `$DRAFTLINE_CACHE`
-    (`~/.cache/draftline` when that is not set), apart from the runs of other stores."""
+    """Where a run works on this machine: in the store when that is a folder, else below the cache folder, apart from
+    the runs of other stores."""
     if store.folder is not None:
         return store.folder / run_id
-    cache = Path(os.environ.get("DRAFTLINE_CACHE") or "~/.cache/draftline").expanduser().absolute()
-    return cache / "work" / hashlib.sha256(store.url.encode()).hexdigest()[:16] / run_id
+    return cache_folder() / "work" / hashlib.sha256(store.url.encode()).hexdigest()[:16] / run_id
+
+
+def cache_folder() -> Path:
+    """What this machine keeps between runs: `$DRAFTLINE_CACHE`, or `~/.cache/draftline`. Raises InputError."""
+    return user_path(Path.cwd(), os.environ.get("DRAFTLINE_CACHE") or "~/.cache/draftline", "DRAFTLINE_CACHE")
 
 
 def _files(*paths: Path) -> Iterator[Path]:

@@ -59,7 +59,7 @@ def resolve_target(recipe_file: Path, target: Target, cache_dir: Path) -> Resolv
     unknown form.
     """
     if target.path is not None:
-        folder, name, label = resolve_path(recipe_file, target.path), None, f"{recipe_file}: target.path"
+        folder, name, label = resolve_path(recipe_file, "target.path", target.path), None, f"{recipe_file}: target.path"
         if not folder.is_dir():
             found = "a file" if folder.exists() else "no such folder"
             raise InputError(f"{label}: found {found} at {folder}; allowed: a folder in Hugging Face format")
