@@ -1,6 +1,7 @@
 """Prompts from JSONL: the forms that are read, what is held out, and the one message for each bad line."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from draftline.errors import InputError
 from draftline.recipe.schema import Data
 from draftline.samples.prompts import Prompt, _spread, check_prompt_lengths, read_prompts
+from draftline.samples.tokenize import tokenize
 
 USER = {"role": "user", "content": "hello"}
 
@@ -145,6 +147,7 @@ def test_a_spread_uses_all_it_may_and_is_even(sizes: dict[str, int], most: int |
         ({"turns": [""]}, 'turns[0]: found ""; allowed: text that is not empty'),
         ({"prompt": "\ud800"}, "prompt: found half of a surrogate pair; allowed: Unicode text"),
         ({"prompt": "x", "domain": 3}, "domain: found 3; allowed: text that is not empty"),
+        ({"prompt": "x", "domain": "\ud800"}, "domain: found half of a surrogate pair; allowed: Unicode text"),
         ({"messages": [{"role": "user"}]}, "messages[0]: found the fields role; allowed: `role` and `content`"),
         ({"messages": [USER, "x"]}, 'messages[1]: found "x"; allowed: a message with `role` and `content`'),
         (
@@ -220,3 +223,20 @@ def test_prompts_that_do_not_fit_a_row(tmp_path: Path) -> None:
         f"{file}:3: found a prompt of 25 tokens, with an answer of up to 40 (data.answer.max_tokens) 65; allowed: 64 "
         "(the target's longest text)"
     )
+
+
+def test_what_the_tokenizer_refuses_is_named(tiny_target: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_target, tmp_path / "target"))
+
+    def refused() -> str:
+        with pytest.raises(InputError) as caught:
+            tokenize(str(folder), {"p.jsonl:7": [USER]}, {}, False)
+        return str(caught.value)
+
+    assert len(tokenize(str(folder), {"p.jsonl:7": [USER], "p.jsonl:9": [USER]}, {}, False)) == 2
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no user') }}")
+    assert refused() == "p.jsonl:7: the target's chat template refuses it: no user"
+    (folder / "chat_template.jinja").write_text("{% if")
+    assert refused().startswith("p.jsonl:7: the target's chat template refuses it: ")
+    (folder / "tokenizer.json").write_text("{")
+    assert refused().startswith(f"{folder}: its tokenizer cannot be loaded: ")

@@ -45,9 +45,10 @@ def target(tmp_path: Path) -> ResolvedTarget:
         "dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
-    (folder / "chat_template.jinja").write_text("x")
-    (folder / "model.safetensors").write_bytes(b"weights")
+    special = [{"id": token, "content": f"<{token}>", "special": True} for token in (2, 3)]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": special}))
+    (folder / "chat_template.jinja").write_text("<2><3>")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return describe_target(folder, name="tiny", label="target")
 
 
@@ -68,6 +69,17 @@ def test_a_recipe_that_fits_passes(recipe_file: Path, target: ResolvedTarget) ->
     [
         ("draft.tap_layers=[1, 4, 9]", "draft.tap_layers: found 4, 9; allowed: 0 to 3, because tiny has 4 layers"),
         ("draft.vocab_size=17", "draft.vocab_size: found 17; allowed: at most 16, as the target"),
+        ("draft.vocab_size=1", "draft.vocab_size: found 1; allowed: at least 2, the target's special tokens"),
+        (
+            "target.engine_args={model: x}",
+            "target.engine_args.model: set by this project; allowed: the field that stands for it",
+        ),
+        (
+            "target.engine_args={enable_prefix_cachin: true}",
+            "target.engine_args.enable_prefix_cachin: unknown to the installed vLLM; did you mean "
+            "`enable_prefix_caching`?",
+        ),
+        ("hidden_states.buffer_bytes=0", "hidden_states.buffer_bytes: found 0KiB; allowed: at least 1MiB"),
         ("draft.mask_token_id=16", "draft.mask_token_id: found 16; allowed: less than 16, the target's vocabulary"),
         (
             "draft.mask_token_id=1",

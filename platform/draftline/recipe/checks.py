@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +11,15 @@ from draftline.cluster.preflight import available_memory_bytes, require_free_por
 from draftline.errors import InputError
 from draftline.recipe.schema import Recipe
 from draftline.recipe.sizes import in_units, memory_estimate_bytes, row_states_bytes, states_bytes_per_token
+from draftline.serving.config import OWN_ENGINE_ARGS
+from draftline.targets.engine_args import engine_arg_names
 from draftline.targets.resolve import ResolvedTarget
-from draftline.targets.tokens import find_mask_token
+from draftline.targets.tokens import find_mask_token, read_vocabulary
 
 # The store drops unread hidden states above about 0.9 of its segments, and says nothing; this keeps clear of it.
 STORE_FILL = 0.8
+# Less is no buffer: a client of the store keeps its own messages in it too.
+_LEAST_BUFFER_BYTES = 1 << 20
 
 
 def check_recipe(recipe: Recipe, recipe_file: Path, target: ResolvedTarget) -> None:
@@ -22,6 +27,7 @@ def check_recipe(recipe: Recipe, recipe_file: Path, target: ResolvedTarget) -> N
     problems = [
         *_tap_problems(recipe, target),
         *_draft_problems(recipe, target),
+        *_engine_problems(recipe),
         *_length_problems(recipe, target),
         *_window_problems(recipe, target),
         *_limit_problems(recipe, target),
@@ -63,8 +69,15 @@ def _draft_problems(recipe: Recipe, target: ResolvedTarget) -> Iterator[str]:
         yield f"draft.vocab_size: found {draft.vocab_size}; allowed: at most {target.vocab_size}, as the target"
     try:
         find_mask_token(target, draft.mask_token_id)
+        in_use = read_vocabulary(target.path).in_use
     except InputError as error:
         yield str(error)
+        in_use = frozenset()
+    if draft.vocab_size is not None and draft.vocab_size < len(in_use):
+        least = len(in_use)
+        yield f"draft.vocab_size: found {draft.vocab_size}; allowed: at least {least}, the target's special tokens"
+    if outside := [token for token in sorted(in_use) if not 0 <= token < target.vocab_size]:
+        yield f"target: found the special token id {outside[0]}; allowed: less than {target.vocab_size}, its vocabulary"
     heads, kv_heads = draft.heads or target.heads, draft.kv_heads or target.kv_heads
     if heads % kv_heads:
         yield f"draft.heads: found {heads}; allowed: a multiple of the {kv_heads} key/value heads (draft.kv_heads)"
@@ -75,6 +88,17 @@ def _draft_problems(recipe: Recipe, target: ResolvedTarget) -> Iterator[str]:
             f"target.tensor_parallel: found {recipe.target.tensor_parallel}; allowed: a divisor of the target's "
             f"{target.heads} heads"
         )
+
+
+def _engine_problems(recipe: Recipe) -> Iterator[str]:
+    names = engine_arg_names()
+    for name in sorted(recipe.target.engine_args):
+        if name in OWN_ENGINE_ARGS:
+            yield f"target.engine_args.{name}: set by this project; allowed: the field that stands for it"
+        elif names and name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            meant = f"did you mean `{near[0]}`?" if near else "allowed: the fields of its AsyncEngineArgs"
+            yield f"target.engine_args.{name}: unknown to the installed vLLM; {meant}"
 
 
 def _length_problems(recipe: Recipe, target: ResolvedTarget) -> Iterator[str]:
@@ -103,6 +127,11 @@ def _window_problems(recipe: Recipe, target: ResolvedTarget) -> Iterator[str]:
             f"hidden_states.window_bytes: found {in_units(states.window_bytes)}; allowed: at least {in_units(least)}, "
             f"one row of {recipe.training.row_tokens} tokens (training.row_tokens) x "
             f"{states_bytes_per_token(recipe, target)} bytes for each of {workers} train worker(s)"
+        )
+    if states.buffer_bytes < _LEAST_BUFFER_BYTES:
+        yield (
+            f"hidden_states.buffer_bytes: found {in_units(states.buffer_bytes)}; allowed: at least "
+            f"{in_units(_LEAST_BUFFER_BYTES)}"
         )
     offered = states.segment_bytes * states.replicas
     if STORE_FILL * offered < states.window_bytes:

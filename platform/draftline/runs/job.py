@@ -37,11 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from draftline.runs.pipeline import run_pipeline
 
         return run_pipeline(recipe, options.recipe, PipelineOptions(serve=options.serve, until=options.until))
+    # An error that crossed from an actor or a task carries its traceback in its text, and itself as the cause.
     except InputError as error:
-        print(f"draftline: {error}", file=sys.stderr, flush=True)
+        print(f"draftline: {getattr(error, 'cause', None) or error}", file=sys.stderr, flush=True)
         return BAD_INPUT_STATUS
     except RunFailed as error:
-        # One that crossed from an actor carries its traceback in its text, and itself as the cause.
         print(f"draftline: the run failed: {getattr(error, 'cause', None) or error}", file=sys.stderr, flush=True)
         return FAILED_STATUS
     except BaseException as error:

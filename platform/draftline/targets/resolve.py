@@ -16,6 +16,7 @@ from typing import Any
 from draftline.errors import InputError
 from draftline.recipe.schema import Target, resolve_path
 from draftline.storage.files import sha256_file
+from draftline.targets.files import chat_template, read_json
 from draftline.targets.hub import download
 from draftline.targets.package import unpacked_package
 
@@ -77,14 +78,17 @@ def describe_target(folder: Path, *, name: str, label: str) -> ResolvedTarget:
     weights = _weight_files(folder, label)
     if not any((folder / tokenizer).is_file() for tokenizer in _TOKENIZERS):
         raise InputError(f"{label}: found no tokenizer in {folder}; allowed: a folder with {' or '.join(_TOKENIZERS)}")
-    if chat_template(folder) is None:
+    if chat_template(folder, label) is None:
         raise InputError(
             f"{label}: found no chat template in {folder}; allowed: a model that answers chats, with "
             "chat_template.jinja or `chat_template` in tokenizer_config.json"
         )
-    whole = _read_json(folder / "config.json", label)
-    config = whole | whole.get("text_config", {})
-    figures = _Figures(config, f"{label}: {folder / 'config.json'}")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise InputError(f"{label}: found no {file.name} in {folder}; allowed: a folder in Hugging Face format")
+    whole = read_json(file, label)
+    config = whole | _Figures(whole, f"{label}: {file}").mapping("text_config")
+    figures = _Figures(config, f"{label}: {file}")
     heads, hidden_size = figures.count("num_attention_heads"), figures.count("hidden_size")
     return ResolvedTarget(
         path=folder,
@@ -98,9 +102,9 @@ def describe_target(folder: Path, *, name: str, label: str) -> ResolvedTarget:
         head_dim=figures.count("head_dim", hidden_size // heads),
         ffn_size=figures.count("intermediate_size"),
         max_model_len=figures.count("max_position_embeddings"),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=figures.number("rms_norm_eps", 1e-6),
         activation=str(config.get("hidden_act", "silu")),
-        rope=config.get("rope_parameters") or _old_rope(config),
+        rope=figures.mapping("rope_parameters") or _old_rope(figures),
         tied_embeddings=bool(whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         weights_bytes=sum(file.stat().st_size for file in weights),
@@ -108,19 +112,9 @@ def describe_target(folder: Path, *, name: str, label: str) -> ResolvedTarget:
     )
 
 
-def chat_template(folder: Path) -> str | None:
-    """The text of the folder's chat templates, all of them; none when it has none."""
-    templates = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("**/*.jinja"))]
-    settings = folder / "tokenizer_config.json"
-    named = json.loads(settings.read_text(encoding="utf-8")).get("chat_template") if settings.is_file() else None
-    if named is not None:
-        templates += [named] if isinstance(named, str) else [str(entry.get("template")) for entry in named]
-    return "\n".join(templates) or None
-
-
 @dataclass(frozen=True)
 class _Figures:
-    """Whole numbers of a config.json; a missing or senseless one is the user's to mend."""
+    """Values of a config.json; a missing or senseless one is the user's to mend."""
 
     config: Mapping[str, Any]
     label: str
@@ -129,30 +123,72 @@ class _Figures:
         value = self.config.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{self.label}: {key}: found {json.dumps(value)}; allowed: whole number >= 1")
+            raise self._refused(key, value, "whole number >= 1")
         return value
 
+    def number(self, key: str, default: float) -> float:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._refused(key, value, "number")
+        return float(value)
 
-def _old_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    def mapping(self, key: str) -> dict[str, Any]:
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._refused(key, value, "a mapping or null")
+        return value or {}
+
+    def _refused(self, key: str, value: Any, allowed: str) -> InputError:
+        return InputError(f"{self.label}: {key}: found {json.dumps(value)}; allowed: {allowed}")
+
+
+def _old_rope(figures: _Figures) -> dict[str, Any]:
     """The position encoding of a config.json from before `rope_parameters`."""
-    scaling = config.get("rope_scaling") or {}
-    return {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)} | scaling
+    theta = figures.config.get("rope_theta", 10000.0)
+    return {"rope_type": "default", "rope_theta": theta} | figures.mapping("rope_scaling")
 
 
 def _weight_files(folder: Path, label: str) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(_read_json(index, label).get("weight_map", {}).values()))
+        named = read_json(index, label).get("weight_map")
+        if not isinstance(named, dict) or not all(_is_weight_file(name) for name in named.values()):
+            raise InputError(
+                f"{label}: {index}: weight_map: found no names of files; allowed: a mapping to *.safetensors"
+            )
+        names = sorted(set(named.values()))
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise InputError(
                 f"{label}: found {folder} without {missing[0]} ({len(missing)} of {len(names)} weight files missing); "
                 f"allowed: every file that {index.name} names"
             )
     else:
-        names = sorted(file.name for file in folder.glob("*.safetensors"))
+        names = sorted(file.name for file in folder.glob("*.safetensors") if file.is_file())
     if not names:
         raise InputError(f"{label}: found no weights in {folder}; allowed: a folder with safetensors files")
+    for name in names:
+        _require_whole(folder / name, label)
     return [folder / name for name in names]
+
+
+def _is_weight_file(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+
+
+def _require_whole(file: Path, label: str) -> None:
+    """Raises InputError unless a safetensors file is as long as its header says: 8 bytes, the header, the tensors."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as content:
+            header_bytes = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(header_bytes)) if header_bytes < size else {}
+        ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+        whole = 8 + header_bytes + max(ends, default=0) == size
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
+        raise InputError(f"{label}: {file}: found {size} bytes that are no whole safetensors file; allowed: whole ones")
 
 
 def _weights_sha256(weights: list[Path]) -> str:
@@ -164,15 +200,3 @@ def _weights_sha256(weights: list[Path]) -> str:
     with ThreadPoolExecutor() as pool:
         lines = [f"{file.name} {digest}\n" for file, digest in zip(weights, pool.map(one, weights), strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _read_json(file: Path, label: str) -> dict[str, Any]:
-    if not file.is_file():
-        raise InputError(f"{label}: found no {file.name} in {file.parent}; allowed: a folder in Hugging Face format")
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{label}: {file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{label}: {file} holds no JSON object")
-    return value

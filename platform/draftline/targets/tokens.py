@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from draftline.errors import InputError
-from draftline.targets.resolve import ResolvedTarget, chat_template
+from draftline.targets.files import chat_template, read_json
+from draftline.targets.resolve import ResolvedTarget
 
 _KEPT_FREE = re.compile(r"reserved|unused|extra_id|dummy|placeholder|mask", re.IGNORECASE)
 
@@ -63,27 +64,49 @@ def find_mask_token(target: ResolvedTarget, explicit: int | None) -> int:
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
-    """The vocabulary of a target's folder, from tokenizer.json or from tiktoken.model and tokenizer_config.json."""
-    settings = _json(folder / "tokenizer_config.json")
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = _json(folder / "tokenizer.json")
-        added = tokenizer.get("added_tokens", [])
-        ordinary = _model_ids(tokenizer["model"]["vocab"])
-    else:
-        added = [{"id": int(token), **entry} for token, entry in settings.get("added_tokens_decoder", {}).items()]
-        ordinary = _ranks(folder / "tiktoken.model")
-    special = {entry["id"]: entry["content"] for entry in added if entry.get("special")}
-    # Added tokens that are not special are matched in plain text, so text can become them.
-    ordinary |= {entry["id"] for entry in added if not entry.get("special")}
+    """The vocabulary of a target's folder, from tokenizer.json or from tiktoken.model and tokenizer_config.json.
+
+    Raises InputError naming the file that is damaged.
+    """
+    settings_file = folder / "tokenizer_config.json"
+    settings = _json(settings_file)
     template = chat_template(folder) or ""
-    named = {_content(settings.get(f"{role}_token")) for role in ("bos", "eos", "pad", "unk")}
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        tokenizer = _json(file)
+        with _undamaged(file):
+            added = tokenizer.get("added_tokens", [])
+            ordinary = _model_ids(tokenizer["model"]["vocab"])
+    else:
+        with _undamaged(settings_file):
+            added = [{"id": int(token), **entry} for token, entry in settings.get("added_tokens_decoder", {}).items()]
+        file = folder / "tiktoken.model"
+        with _undamaged(file):
+            ordinary = _ranks(file)
+    with _undamaged(file):
+        special = {int(entry["id"]): str(entry["content"]) for entry in added if entry.get("special")}
+        # Added tokens that are not special are matched in plain text, so text can become them.
+        ordinary |= {int(entry["id"]) for entry in added if not entry.get("special")}
+    with _undamaged(settings_file):
+        named = {_content(settings.get(f"{role}_token")) for role in ("bos", "eos", "pad", "unk")}
     in_use = {token for token, content in special.items() if content in named or content in template}
     return Vocabulary(frozenset(ordinary), special, frozenset(in_use | set(_configured(folder))))
 
 
+@contextlib.contextmanager
+def _undamaged(file: Path) -> Iterator[None]:
+    """What cannot be read in the block, as it is written there, is the file's fault."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{file} is damaged ({type(error).__name__}: {error}); allowed: a tokenizer's file as it was saved"
+        ) from error
+
+
 def _model_ids(vocab: Any) -> set[int]:
     # BPE and word models map text to id; unigram models list (text, score) by id.
-    return set(vocab.values()) if isinstance(vocab, dict) else set(range(len(vocab)))
+    return set(map(int, vocab.values())) if isinstance(vocab, dict) else set(range(len(vocab)))
 
 
 def _ranks(file: Path) -> set[int]:
@@ -97,8 +120,8 @@ def _configured(folder: Path) -> Iterator[int]:
     """Token ids that config.json and generation_config.json name, which can be one or a list."""
     for file in ("config.json", "generation_config.json"):
         settings = _json(folder / file)
-        for config in (settings, settings.get("text_config", {})):
-            for key, value in config.items():
+        for config in (settings, settings.get("text_config")):
+            for key, value in (config or {}).items():
                 if key.endswith("_token_id"):
                     values = value if isinstance(value, list) else [value]
                     yield from (token for token in values if isinstance(token, int))
@@ -109,4 +132,4 @@ def _content(token: Any) -> str | None:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}
