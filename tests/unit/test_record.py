@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from draftline.cli import main
 from draftline.errors import InputError
 from draftline.recipe.schema import Recipe
 from draftline.runs.frame import RunFrame
@@ -17,7 +19,7 @@ from draftline.runs.record import RECORD_VERSION, RunRecord, RunTakenOver, open_
 from draftline.runs.states import STAGES, RunState, StageState
 from draftline.runs.stopping import StopRequested
 from draftline.storage.local import LocalStore
-from draftline.storage.store import DiskFull
+from draftline.storage.store import DiskFull, StoreFailed
 
 
 def recipe(**changes: object) -> Recipe:
@@ -142,6 +144,51 @@ def test_a_record_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "first" / "record.json").write_text(json.dumps({"run_id": "first"}))
     with pytest.raises(InputError, match=r"first/record.json is not a run record of this version: recipe_sha256"):
         record_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": "3"}, "version: "),
+        ({"version": 3.0}, "found a record of version 3.0"),
+        ({"version": 2.0}, "version: "),
+        ({"run_id": "other"}, "it is that of the run 'other'"),
+        ({"stages": {}}, "stages: found none; allowed: prepare, train, export, evaluate, serve"),
+        ({"state": "running"}, "the run is running, but has no attempt"),
+        ({"attempts": [{"started": "yesterday"}]}, "attempts.0.started: "),
+        ({"attempts": [{"started": "2026-01-01T00:00:00"}]}, "attempts.0.started: .*a time with its zone"),
+        ({"figures": {"time.total_s": "abc"}}, "figures.time.total_s: found abc; allowed: a number"),
+        ({"figures": {"memory.peak_bytes": float("nan")}}, "figures.memory.peak_bytes: found nan"),
+        (
+            {"stages": {name: {"outputs": {"../../etc/passwd": "00"}} for name in STAGES}},
+            "stages.prepare.outputs.*no key of the artifact store",
+        ),
+        ({"guarantee": "\ud800"}, "surrogates not allowed"),
+        ([], "it holds no JSON object"),
+    ],
+)
+def test_a_damaged_record_is_named_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict | list, message: str
+) -> None:
+    open_run(LocalStore(tmp_path), recipe())
+    file = tmp_path / "first" / "record.json"
+    damaged = json.dumps(json.loads(file.read_text()) | change if isinstance(change, dict) else change)
+    file.write_text(damaged)
+    with pytest.raises(InputError, match=f"first/record.json.*{message}"):
+        open_run(LocalStore(tmp_path), recipe())
+    assert file.read_text() == damaged
+    assert main(["runs", "--store", str(tmp_path)]) == 0
+    assert "its record cannot be read" in capsys.readouterr().out
+
+
+def test_what_cannot_be_a_runs_file_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for name in ("record.json", ".lock"):
+        (tmp_path / name / "first" / name).mkdir(parents=True)
+        refused = pytest.raises((InputError, StoreFailed), match=rf"first/{re.escape(name)}: ")
+        with refused, RunFrame.open(LocalStore(tmp_path / name), recipe(), Progress()):
+            pass
+        left = {path.name for path in (tmp_path / name / "first").iterdir()}
+        assert left <= {name, ".lock"}
 
 
 def test_a_record_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:

@@ -96,10 +96,15 @@ class RunFrame:
 
         Raises InputError when the run_id exists with another recipe or another process is running it.
         """
-        stored = open_run(store, recipe)
         folder = working_folder(store, recipe.run_id)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".lock").open("a+") as lock:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = (folder / ".lock").open("a+")
+        except OSError as error:
+            raise InputError(
+                f"{folder / '.lock'}: cannot be opened ({error.strerror}); allowed: a file that this user can write"
+            ) from error
+        with file as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -108,6 +113,7 @@ class RunFrame:
                     f"run {recipe.run_id!r} in {store.url} is being run by process {lock.read().strip() or '?'}; "
                     "stop that one first, or give this recipe another run_id"
                 ) from error
+            stored = open_run(store, recipe)  # nothing of a run is read or written without its lock
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()

@@ -6,7 +6,7 @@ from draftline.errors import InputError
 from draftline.runs.policy import count_by_cause
 from draftline.runs.progress import duration, time_table
 from draftline.runs.record import Figure, RunRecord, read_record, run_ids
-from draftline.storage.store import ArtifactStore
+from draftline.storage.store import ArtifactStore, NotFound
 
 
 def report_text(record: RunRecord) -> str:
@@ -44,7 +44,7 @@ def runs_text(store: ArtifactStore) -> str:
 def _run_row(store: ArtifactStore, run_id: str) -> tuple[str, str, str, str]:
     try:
         record = read_record(store, run_id).record
-    except InputError:
+    except (InputError, NotFound):
         return run_id, "unknown", "", "its record cannot be read"
     took = duration(float(record.figures.get("time.total_s", 0)))
     began = record.attempts[0].started[:19].replace("T", " ") if record.attempts else ""

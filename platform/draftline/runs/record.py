@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from draftline import __version__
 from draftline.errors import InputError, RunFailed
 from draftline.recipe.load import dump_recipe, recipe_differences, recipe_sha256
-from draftline.recipe.schema import Recipe
+from draftline.recipe.schema import RUN_ID, Recipe
 from draftline.runs.states import STAGES, RunState, StageState
+from draftline.storage.keys import checked_key
 from draftline.storage.store import ArtifactStore, Conflict, NotFound
 
 Figure = bool | int | float | str
@@ -36,13 +40,23 @@ _VERSIONED = (
 )
 
 
+def _moment(text: str) -> str:
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError(f"found {text}; allowed: a time with its zone")
+    return text
+
+
+Moment = Annotated[str, AfterValidator(_moment)]
+Output = Annotated[str, AfterValidator(checked_key)]
+
+
 class Attempt(BaseModel):
     """One try at a stage or at the whole run; times are ISO 8601, UTC."""
 
     model_config = ConfigDict(extra="forbid")
 
-    started: str
-    ended: str | None = None
+    started: Moment
+    ended: Moment | None = None
     reason: str | None = Field(default=None, description="why it failed or stopped")
 
     @property
@@ -60,7 +74,7 @@ class StageRecord(BaseModel):
 
     state: StageState = StageState.PENDING
     attempts: list[Attempt] = Field(default_factory=list)
-    outputs: dict[str, str] = Field(default_factory=dict)
+    outputs: dict[Output, str] = Field(default_factory=dict)
 
 
 class Event(BaseModel):
@@ -81,7 +95,7 @@ class RunRecord(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: int = RECORD_VERSION
+    version: int = Field(default=RECORD_VERSION, ge=1, strict=True)
     run_id: str
     state: RunState = RunState.PENDING
     recipe_sha256: str
@@ -93,6 +107,22 @@ class RunRecord(BaseModel):
     guarantee: str | None = Field(default=None, description="what holds for the weights, were the run repeated")
     events: list[Event] = Field(default_factory=list, description=f"the last {EVENTS_KEPT} failures, oldest first")
     events_by_cause: dict[str, int] = Field(default_factory=dict, description="how many there were in all")
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> RunRecord:
+        """A record that was changed by hand is refused here, rather than failing somewhere later."""
+        if tuple(self.stages) != STAGES:
+            raise ValueError(f"stages: found {', '.join(self.stages) or 'none'}; allowed: {', '.join(STAGES)}")
+        running = [("the run", self.attempts)] if self.state is RunState.RUNNING else []
+        running += [(name, each.attempts) for name, each in self.stages.items() if each.state is StageState.RUNNING]
+        for name, attempts in running:
+            if not attempts:
+                raise ValueError(f"{name} is running, but has no attempt")
+        for name, value in self.figures.items():
+            counted = name.startswith(("time.", "memory."))
+            if counted and (isinstance(value, str) or not math.isfinite(value)):
+                raise ValueError(f"figures.{name}: found {value}; allowed: a number")
+        return self
 
     def states(self) -> dict[str, StageState]:
         """The state of every stage, in order."""
@@ -155,8 +185,10 @@ def open_run(store: ArtifactStore, recipe: Recipe) -> StoredRecord:
             recipe=recipe.model_dump(mode="json"),
             versions=installed_versions(),
         )
+        # The record first: it decides between two drivers, and says all that the recipe's file does.
+        stored = StoredRecord(store, record, store.write_if(record_key(recipe.run_id), _bytes(record), None))
         store.write(f"{recipe.run_id}/recipe.yaml", dump_recipe(recipe).encode())
-        return StoredRecord(store, record, store.write_if(record_key(recipe.run_id), _bytes(record), None))
+        return stored
     # The store is where the record was found, however it was written. Fields that a later version of the recipe's
     # schema added had their defaults before.
     old = _with_defaults(stored.record.recipe)
@@ -176,14 +208,20 @@ def read_record(store: ArtifactStore, run_id: str) -> StoredRecord:
     name = f"{store.url}/{record_key(run_id)}"
     try:
         values = json.loads(found.data)
+        if not isinstance(values, dict):
+            raise ValueError("it holds no JSON object")
+        json.dumps(values, ensure_ascii=False).encode()  # half a character could be neither shown nor written again
         version = values.get("version", 1)
-        if isinstance(version, int) and version > RECORD_VERSION:
+        if isinstance(version, int | float) and version > RECORD_VERSION:
             raise InputError(
                 f"{name}: found a record of version {version}; allowed: up to {RECORD_VERSION}. A newer draftline "
                 "wrote it: use that one, or give this recipe another run_id"
             )
-        return StoredRecord(store, RunRecord.model_validate(values), found.version)
-    except (ValidationError, ValueError, AttributeError) as error:
+        record = RunRecord.model_validate(values)
+        if record.run_id != run_id:
+            raise ValueError(f"it is that of the run {record.run_id!r}")
+        return StoredRecord(store, record, found.version)
+    except (ValueError, RecursionError) as error:  # pydantic's are ValueErrors
         raise InputError(
             f"{name} is not a run record of this version: {_first_line(error)}. Nothing was changed; put it right, or "
             "give this recipe another run_id"
@@ -192,11 +230,11 @@ def read_record(store: ArtifactStore, run_id: str) -> StoredRecord:
 
 def require_record(store: ArtifactStore, run_id: str) -> RunRecord:
     """As `read_record`; a run that does not exist is an InputError that names those that do."""
-    try:
-        return read_record(store, run_id).record
-    except NotFound as error:
-        there = ", ".join(run_ids(store)) or "none"
-        raise InputError(f"there is no run {run_id!r} in the store {store.url}; runs there: {there}") from error
+    if re.fullmatch(RUN_ID, run_id):
+        with contextlib.suppress(NotFound):
+            return read_record(store, run_id).record
+    there = ", ".join(run_ids(store)) or "none"
+    raise InputError(f"there is no run {run_id[:80]!r} in the store {store.url}; runs there: {there}")
 
 
 def record_key(run_id: str) -> str:
@@ -226,7 +264,7 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 def _first_line(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
+        return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")]))
     return str(error).splitlines()[0]
 
 
