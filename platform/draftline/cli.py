@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from draftline import __version__
@@ -18,7 +19,7 @@ from draftline.runs.states import STAGES, RunState
 from draftline.runs.stopping import StopRequested, install_stop_handlers
 from draftline.samples.prompts import read_prompts
 from draftline.storage.artifacts import store_url
-from draftline.storage.store import open_store
+from draftline.storage.store import ArtifactStore, StoreFailed, open_store
 
 FAILED_STATUS = 1
 BAD_INPUT_STATUS = 2
@@ -82,14 +83,19 @@ def _store_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    recipe = load_recipe(options.recipe, options.set)  # bad input is refused before anything starts
-    install_stop_handlers()
+    # Bad input is refused before anything starts; a cluster elsewhere may have prompts that this machine lacks.
+    recipe = load_recipe(options.recipe, options.set)
+    open_store(store_url(recipe.store))
     from draftline.cluster.jobs import PipelineJob
-    from draftline.cluster.local import ray_cluster
+    from draftline.cluster.local import on_this_machine, ray_cluster, running_cluster
 
+    address = running_cluster(options.address)
+    if address is None or on_this_machine(address) is not None:
+        read_prompts(options.recipe, recipe.data, recipe.seed)
+    install_stop_handlers()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     serve = "wait" if terminal and not options.no_wait else "end"
-    with ray_cluster(options.address) as cluster:
+    with ray_cluster(address or "local") as cluster:
         status = PipelineJob(cluster, options.recipe, options.set, serve, options.until).follow(sys.stdout)
         if status == STOPPED_STATUS and serve == "wait" and cluster.local and _is_done(recipe):
             return 0  # Ctrl-C is how serving ends
@@ -101,14 +107,25 @@ def _is_done(recipe: Recipe) -> bool:
 
 
 def _report(options: argparse.Namespace) -> int:
-    record = require_record(open_store(store_url(options.store)), options.run)
+    with _store_to_read(options.store) as store:
+        record = require_record(store, options.run)
     print(json.dumps(record.report(), indent=2, ensure_ascii=False) if options.json else report_text(record))
     return 0
 
 
 def _runs(options: argparse.Namespace) -> int:
-    print(runs_text(open_store(store_url(options.store))))
+    with _store_to_read(options.store) as store:
+        print(runs_text(store))
     return 0
+
+
+@contextlib.contextmanager
+def _store_to_read(url: str) -> Iterator[ArtifactStore]:
+    """The store of `--store`; one that fails while it is read is bad input."""
+    try:
+        yield open_store(store_url(url), hasty=True)
+    except StoreFailed as error:
+        raise InputError(f"--store: {error}") from error
 
 
 def _recipe(options: argparse.Namespace) -> int:

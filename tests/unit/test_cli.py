@@ -12,6 +12,7 @@ from draftline.runs.frame import RunFrame
 from draftline.runs.job import main as job_main
 from draftline.runs.progress import Progress
 from draftline.runs.states import STAGES
+from draftline.storage import s3_client
 from draftline.storage.local import LocalStore
 
 RECIPE = """\
@@ -45,6 +46,7 @@ def make_run(store: Path) -> None:
         (["absent.yaml"], "absent.yaml"),
         (["recipe.yaml", "--set", "training.epoch=2"], "training.epochs"),
         (["recipe.yaml", "--set", "hidden_states.window_bytes=much"], "hidden_states.window_bytes"),
+        (["recipe.yaml", "--set", "data.prompts=absent.jsonl"], "absent.jsonl"),
     ],
 )
 def test_bad_input_is_one_message_and_status_2(
@@ -100,6 +102,41 @@ def test_an_unknown_run_names_the_store_and_what_is_there(here: Path, capsys: py
     assert f"there is no run 'frist' in the store {here / 'runs'}; runs there: first" in capsys.readouterr().err
     assert main(["runs", "--store", "nowhere"]) == 2
     assert f"there is no store {here / 'nowhere'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("run", ["", "..", "a/b", "x" * 2000, "a\0b", "A B"])
+def test_what_is_no_run_id_is_no_run(here: Path, capsys: pytest.CaptureFixture[str], run: str) -> None:
+    assert main(["report", run]) == 2
+    assert "there is no run " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["http://user:hidden@h:1", "h:hidden", "hidden://x", "http://h:1/?token=hidden"])
+def test_an_address_is_refused_and_not_repeated(
+    here: Path, capsys: pytest.CaptureFixture[str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["run", "recipe.yaml", "--address", address]) == 2
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert main(["run", "recipe.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "--address: found an address" in said and "RAY_ADDRESS: found" in said and "hidden" not in said
+
+
+def test_no_cluster_at_an_address(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "recipe.yaml", "--address", "http://127.0.0.1:1/hidden"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("draftline: http://127.0.0.1:1: found no Ray cluster there") and "hidden" not in said
+
+
+def test_a_store_that_cannot_be_reached_is_said_soon(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_client, "_HASTY_S", 0.2)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "hidden")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    for command in (["runs"], ["report", "first"]):
+        assert main([*command, "--store", "s3://bucket/x"]) == 2
+        assert "draftline: --store: s3://bucket/x" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,12 @@ def test_a_port_in_use_is_named_with_its_key() -> None:
     require_free_port("127.0.0.1", 0, "serving.port")
 
 
+@pytest.mark.parametrize("host", ["a\0b", "a..b", "x" * 70])
+def test_a_host_that_none_can_be_is_named(host: str) -> None:
+    with pytest.raises(InputError, match=r"^serving\.port: .*; (allowed: an address|free it)"):
+        require_free_port(host, 0, "serving.port")
+
+
 def test_file_cache_that_a_container_gives_back_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gib = 1 << 30
     values = {"max": gib, "current": gib, "memory.stat": f"anon 1\ninactive_file {gib // 2}"}

@@ -35,9 +35,7 @@ def _reclaimable_bytes(file: Path) -> int:
 
 
 def require_free_port(host: str, port: int, key: str) -> None:
-    """Raises InputError, naming the recipe's `key`, when nobody can listen on `host:port`. Port 0 is always free."""
-    if port == 0:
-        return
+    """Raises InputError, naming the recipe's `key`, when nobody can listen on `host:port`. Port 0 is any free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's leftover is no obstacle
@@ -47,3 +45,5 @@ def require_free_port(host: str, port: int, key: str) -> None:
             raise InputError(
                 f"{key}: port {port} on {host} cannot be used ({error.strerror}); free it, or name another (0: any)"
             ) from error
+        except (TypeError, ValueError) as error:  # a zero byte, or what no host's name can be
+            raise InputError(f"{key}: found the host {host!r}; allowed: an address or a host's name") from error
