@@ -170,10 +170,11 @@ class Feeder:
 
     async def lost(self, key: str, reason: str) -> None:
         """Delivered states cannot be read: they are captured again, and the row is to be asked for again."""
+        # A master that has just died explains it: the store answers once there is one, and then its watch knows.
         if self._master_watch is not None:
-            # A master that has just died explains it: the store answers once there is one, and then its watch knows.
             await self._store.missing([key])
-            await self._master_watch.check()
+        if (watch := self._master_watch) is not None:  # none while another one takes over
+            await watch.check()
         if self._window.lost(key, reason, blameless=self._arrivals.blameless(key)):
             self._figures["lost_samples"] += 1
             self._note("state", f"hidden states {key} are lost and captured again: {reason}")
