@@ -21,7 +21,15 @@ from draftline.hidden_states.arrivals import ARRIVAL_S, SETTLE_S, Arrivals
 from draftline.hidden_states.capacity import StatesShape, store_capacity
 from draftline.hidden_states.entries import Delivery, Lease, WindowLimits
 from draftline.hidden_states.incidents import Incidents, LostPart
-from draftline.hidden_states.replicas import REJOIN_TIMEOUT_S, CaptureRefused, ReplicaLost, capture, loss, rejoin
+from draftline.hidden_states.replicas import (
+    HEALTH_EVERY_S,
+    REJOIN_TIMEOUT_S,
+    CaptureRefused,
+    ReplicaLost,
+    capture,
+    rejoin,
+    trouble,
+)
 from draftline.hidden_states.skip_list import SkipList
 from draftline.hidden_states.store import StoreClient, StoreConfig, StoreUnavailable
 from draftline.hidden_states.watch import MASTER_WAIT_S, WATCH_S, MasterWatch
@@ -117,8 +125,7 @@ class Feeder:
         }
         self._master_watch: MasterWatch | None = None
         self._watching: asyncio.Task[None] | None = None
-        for name, replica in self._replicas.items():
-            self._begin(self._watch_replica(name, replica), self._watches)
+        self._begin(self._watch_replicas(), self._watches)
         if master is not None:
             self._watch(master)
         if predecessors:
@@ -170,11 +177,13 @@ class Feeder:
 
     async def lost(self, key: str, reason: str) -> None:
         """Delivered states cannot be read: they are captured again, and the row is to be asked for again."""
-        # A master that has just died explains it: the store answers once there is one, and then its watch knows.
+        # A master or a replica that has just died explains it. The store answers once there is a master, and then its
+        # watch knows.
         if self._master_watch is not None:
             await self._store.missing([key])
         if (watch := self._master_watch) is not None:  # none while another one takes over
             await watch.check()
+        await self._check_replicas()
         if self._window.lost(key, reason, blameless=self._arrivals.blameless(key)):
             self._figures["lost_samples"] += 1
             self._note("state", f"hidden states {key} are lost and captured again: {reason}")
@@ -192,7 +201,6 @@ class Feeder:
         if self._address != self._first_address:
             await self._rejoin(name, replica)
         if name in self._replicas:
-            self._begin(self._watch_replica(name, replica), self._watches)
             self._window.add_replica(name)
             self._fit_budget(f"{name} was added")
             log.info("%s was added", name)
@@ -332,10 +340,19 @@ class Feeder:
             self._figures["capture_s"] += time.monotonic() - began
         self._move()
 
-    async def _watch_replica(self, name: str, replica: Any) -> None:
-        """Goes on without a replica as soon as it has died."""
-        self._lose_replica(name, await loss(replica))
-        self._move()
+    async def _watch_replicas(self) -> None:
+        """Goes on without a replica once it has died, also when nothing is asked of it."""
+        while True:
+            await self._check_replicas()
+            await asyncio.sleep(HEALTH_EVERY_S)
+
+    async def _check_replicas(self) -> None:
+        async def check(name: str, replica: Any) -> None:
+            if (problem := await trouble(replica)) is not None:
+                self._lose_replica(name, problem)
+                self._move()
+
+        await asyncio.gather(*[check(name, replica) for name, replica in self._replicas.items()])
 
     def _lose_replica(self, name: str, reason: str) -> None:
         """Goes on without a replica. What lay in its segment is captured again."""

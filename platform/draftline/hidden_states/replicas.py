@@ -37,21 +37,22 @@ async def capture(replica: Any, key: str, token_ids: Sequence[int]) -> dict[str,
         ray.kill(replica)
         raise ReplicaLost(f"no answer within {CAPTURE_TIMEOUT_S:g} s") from error
     except RayError as error:
-        if await _trouble(replica) is None:
-            raise CaptureRefused(last_line(error)) from error
+        problem = CaptureRefused if await trouble(replica) is None else ReplicaLost
+        raise problem(last_line(error)) from error
+
+
+async def trouble(replica: Any) -> str | None:
+    """Why a replica cannot go on, which is killed then; None: its actor and its engine both live."""
+    try:
+        lives = await asyncio.wait_for(replica.healthy.remote(), HEALTH_TIMEOUT_S)
+        problem = None if lives else "its engine is dead"
+    except TimeoutError:
+        problem = f"it does not say within {HEALTH_TIMEOUT_S:g} s whether it lives"
+    except RayError as error:
+        problem = last_line(error)
+    if problem is not None:
         ray.kill(replica)
-        raise ReplicaLost(last_line(error)) from error
-
-
-async def loss(replica: Any) -> str:
-    """Returns once the replica or its engine does not live any more: why. It is killed then.
-
-    A replica without anything to capture would otherwise be missed only when what it holds is wanted.
-    """
-    while (trouble := await _trouble(replica)) is None:
-        await asyncio.sleep(HEALTH_EVERY_S)
-    ray.kill(replica)
-    return trouble
+    return problem
 
 
 async def rejoin(replica: Any, master_address: str) -> None:
@@ -69,14 +70,3 @@ async def rejoin(replica: Any, master_address: str) -> None:
 def last_line(error: Exception) -> str:
     """The end of an error's text: what an actor raised, without Ray's traceback."""
     return str(error).strip().splitlines()[-1]
-
-
-async def _trouble(replica: Any) -> str | None:
-    """Why a replica cannot go on; None: its actor and its engine both live."""
-    try:
-        lives = await asyncio.wait_for(replica.healthy.remote(), HEALTH_TIMEOUT_S)
-    except TimeoutError:
-        return f"it does not say within {HEALTH_TIMEOUT_S:g} s whether it lives"
-    except RayError as error:
-        return last_line(error)
-    return None if lives else "its engine is dead"
