@@ -492,21 +492,21 @@ class Outage(Fault):
 
 @pytest.mark.parametrize(
     "outage",
-    [Outage("PUT", status=503, code="SlowDown"), Outage("PUT", slow_s=2.5), Outage("PUT", reset=True)],
+    [{"status": 503, "code": "SlowDown"}, {"slow_s": 2.5}, {"reset": True}],
     ids=["refusing", "slow", "resetting"],
 )
 def test_a_run_goes_on_when_its_store_does(
-    s3: S3Store, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outage: Outage
+    s3: S3Store, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outage: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("DRAFTLINE_CACHE", str(tmp_path / "cache"))
     values = {"target": {"path": "t"}, "data": {"prompts": "p"}, "draft": {"tap_layers": [0]}}
     recipe = Recipe.model_validate({"run_id": "run", "failures": {"pause_s": 0.0}, **values})
     actors = SimpleNamespace(close=lambda: None)
-    proxy.faults = [outage]
+    proxy.faults = [fault := Outage("PUT", **outage)]
 
     def body(context: RunContext, stage: Stage) -> None:
-        if not outage.until:
-            outage.until = time.monotonic() + HASTY.patience_s + 2.0
+        if not fault.until:
+            fault.until = time.monotonic() + HASTY.patience_s + 4.0
         stage.made(made(context.frame.folder.path / "made.txt"))
 
     with (
@@ -518,6 +518,6 @@ def test_a_run_goes_on_when_its_store_does(
         raise StopRequested("the rest is not wanted")
     record = read_record(s3, "run").record
     kept = record.stages["prepare"]
-    assert outage.hits and kept.state == "done" and len(kept.attempts) >= 2
+    assert fault.hits and kept.state == "done" and len(kept.attempts) >= 2
     assert {(event.stage, event.cause, event.action) for event in record.events} == {("prepare", "storage", "recover")}
     assert s3.sha256("run/made.txt") == kept.outputs["made.txt"] == digest(made(tmp_path / "made").read_bytes())

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import draftline
 from draftline.cluster.local import Cluster
 from draftline.errors import InputError
+from draftline.runs.stopping import stop_behind
 
 PACKAGE_ROOT = Path(draftline.__file__).resolve().parents[1]
 CHECKOUT = PACKAGE_ROOT.parent
@@ -46,7 +47,7 @@ class PipelineJob:
         try:
             self._client = JobSubmissionClient(cluster.jobs_address)
         except Exception as error:  # Ray says it in many ways, some of which repeat the whole address
-            if cluster.started_here:
+            if cluster.started_here or stop_behind(error):
                 raise
             raise InputError(
                 f"{cluster.name}: found no Ray cluster there that takes jobs ({type(error).__name__}); allowed: the "

@@ -40,6 +40,8 @@ from draftline.storage.store import DiskFull, StoreFailed
 from draftline.telemetry.log import configure_logging
 
 ARRIVAL_POLL_S = 0.005
+# A dead replica says so at once; one that hangs is not waited for when states were lost.
+LOOK_S = 2.0
 # When states are looked for that replicas still wrote for an earlier feeder: pauses since the start and each other.
 LATE_S = (5.0, 20.0, 60.0, 240.0)
 # What can be had again, by whoever starts another feeder: told as it is. The rest ends the run.
@@ -125,7 +127,8 @@ class Feeder:
         }
         self._master_watch: MasterWatch | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._begin(self._watch_replicas(), self._watches)
+        for name, replica in self._replicas.items():
+            self._begin(self._watch_replica(name, replica), self._watches)
         if master is not None:
             self._watch(master)
         if predecessors:
@@ -183,7 +186,9 @@ class Feeder:
             await self._store.missing([key])
         if (watch := self._master_watch) is not None:  # none while another one takes over
             await watch.check()
-        await self._check_replicas()
+        checks = [self._begin(self._check(name, replica), self._watches) for name, replica in self._replicas.items()]
+        if checks:
+            await asyncio.wait(checks, timeout=LOOK_S)
         if self._window.lost(key, reason, blameless=self._arrivals.blameless(key)):
             self._figures["lost_samples"] += 1
             self._note("state", f"hidden states {key} are lost and captured again: {reason}")
@@ -201,6 +206,7 @@ class Feeder:
         if self._address != self._first_address:
             await self._rejoin(name, replica)
         if name in self._replicas:
+            self._begin(self._watch_replica(name, replica), self._watches)
             self._window.add_replica(name)
             self._fit_budget(f"{name} was added")
             log.info("%s was added", name)
@@ -340,19 +346,16 @@ class Feeder:
             self._figures["capture_s"] += time.monotonic() - began
         self._move()
 
-    async def _watch_replicas(self) -> None:
+    async def _watch_replica(self, name: str, replica: Any) -> None:
         """Goes on without a replica once it has died, also when nothing is asked of it."""
-        while True:
-            await self._check_replicas()
+        while name in self._replicas:
+            await self._check(name, replica)
             await asyncio.sleep(HEALTH_EVERY_S)
 
-    async def _check_replicas(self) -> None:
-        async def check(name: str, replica: Any) -> None:
-            if (problem := await trouble(replica)) is not None:
-                self._lose_replica(name, problem)
-                self._move()
-
-        await asyncio.gather(*[check(name, replica) for name, replica in self._replicas.items()])
+    async def _check(self, name: str, replica: Any) -> None:
+        if (problem := await trouble(replica)) is not None:
+            self._lose_replica(name, problem)
+            self._move()
 
     def _lose_replica(self, name: str, reason: str) -> None:
         """Goes on without a replica. What lay in its segment is captured again."""
@@ -362,7 +365,7 @@ class Feeder:
         self._figures["replicas_lost"] += 1
         self._arrivals.unsettle(time.monotonic())
         self._window.replica_lost(name)
-        if not self._replicas:
+        if not self._window.replicas:
             self._window.store_lost()  # no segment is left
             return
         self._begin(self._find_vanished(), self._watches)
@@ -370,7 +373,7 @@ class Feeder:
 
     def _fit_budget(self, why: str) -> None:
         """The window follows the segments that there are."""
-        capacity = store_capacity(self._states.segment_bytes, len(self._replicas))
+        capacity = store_capacity(self._states.segment_bytes, len(self._window.replicas))
         if capacity >= self._window.budget_bytes:
             self._window.grow(capacity)
             return

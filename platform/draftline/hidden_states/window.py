@@ -234,7 +234,8 @@ class Window:
                 f"workers and {self._largest_bytes} bytes of one more position do not fit"
             )
         self._ledger.budget_bytes = min(self.budget_bytes, budget_bytes)
-        self.store_lost()
+        there = [key for key, entry in self._live.items() if entry.state is not State.DELIVERED]
+        self.vanished([*there, *self._retained.handles()])
 
     def grow(self, budget_bytes: int) -> None:
         """Raises the budget again, as when a segment was added; never above the window's first one."""

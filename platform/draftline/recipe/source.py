@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
             raise _BadNode(node, "found half of a surrogate pair; allowed: Unicode text")
         try:
             return super().construct_object(node, deep)
-        except (ValueError, KeyError) as error:  # such as `!!int text`, or more digits than Python takes
+        except (ValueError, LookupError) as error:  # such as `!!int text`, or more digits than Python takes
             value = str(node.value)
             shown = value if len(value) <= 80 else f"{value[:77]}..."
             raise _BadNode(node, f"not YAML: {shown} cannot be read as {node.tag.removeprefix(_TAG)}") from error

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from draftline.cluster.shared_memory import remove_abandoned
 from draftline.errors import one_line
+from draftline.hidden_states.replicas import HEALTH_TIMEOUT_S
 from draftline.hidden_states.store import StoreConfig
 from draftline.recipe.schema import Recipe
 from draftline.recipe.sizes import cached_token_bytes
@@ -23,7 +24,8 @@ from draftline.targets.resolve import ResolvedTarget
 MASTER = "Mooncake master"
 STOP_WAIT_S = 10.0
 MASTER_START_S = 90.0
-REQUEST_WAIT_S = 60.0
+REQUEST_WAIT_S = 20.0  # less than the feeder waits for another master (watch.MASTER_WAIT_S)
+LOOK_WAIT_S = 1.0
 ENGINE_CONCURRENCY = 512
 # Requests that an engine works on at once, and the tokens that its cache holds on a CPU: answering wants full batches,
 # evaluation mostly asks one request at a time.
@@ -118,13 +120,13 @@ class RunActors:
     def replace_dead_replicas(self, *, wait: bool) -> list[Any]:
         """Ends the replicas that do not answer, has as many new ones load the model, and returns those that are up.
 
-        With `wait` it returns once they all are, otherwise at once: who came up since the last call is returned then.
+        With `wait` it returns once they all are, otherwise soon: who came up since the last call is returned then.
         Raises the RayError of a replica that was lost while it loaded; that one is ended, and the next call makes up
         for it.
         """
         import ray
 
-        for name in [name for name, replica in self._replicas.items() if not _answers(replica)]:
+        for name in self._dead_replicas(wait):
             del self._replicas[name]
             self.end(name)
         missing = self.recipe.hidden_states.replicas - len(self._replicas) - len(self._loading)
@@ -141,7 +143,7 @@ class RunActors:
     def share_cores(self, alone: bool) -> None:
         """Gives the replicas all cores (they work alone), or what the recipe leaves them beside the trainer."""
         self._replicas_alone = alone
-        self._set_threads()
+        self._set_threads(self._replicas)
 
     def replace_dead_master(self) -> Any | None:
         """When the master is beyond starting again: a new one, at the same address if that can be had.
@@ -160,10 +162,10 @@ class RunActors:
         before = self._store.master_address
         self._store = self._start_store()
         if (address := self._store.master_address) != before:
-            self._ask_replicas(lambda replica: replica.rejoin.remote(address))
-            for name in list(self._loading):  # they would join a store that is gone
+            self._have_replicas(lambda replica: replica.rejoin.remote(address), self._replicas)
+            for name in list(self._loading):  # they would join a store that is gone, and hear no `stop` while they load
                 del self._loading[name]
-                self.end(name)
+                ray.kill(self._owned.pop(name))
         return self._owned[MASTER]
 
     def engine(self, name: str, engine_class: type[Engine], args: Mapping[str, Any], threads: int) -> Any:
@@ -218,14 +220,14 @@ class RunActors:
         """Those that have loaded the model take part. Raises the RayError of one that was lost instead."""
         import ray
 
-        seconds = []
+        seconds: dict[str, float] = {}
         try:
             for name, loading in list(self._loading.items()):
                 if not ray.wait([loading.ready], timeout=0)[0]:
                     continue
                 del self._loading[name]
                 try:
-                    seconds.append(ray.get(loading.ready))
+                    seconds[name] = ray.get(loading.ready)
                 except ray.exceptions.RayError:
                     self.end(name)
                     raise
@@ -233,25 +235,32 @@ class RunActors:
                 self._fresh.append(loading.replica)
         finally:
             if seconds:
-                self._progress.say(f"{len(seconds)} target replica(s) up ({max(seconds):.0f} s)")
-                self._set_threads()
+                self._progress.say(f"{len(seconds)} target replica(s) up ({max(seconds.values()):.0f} s)")
+                self._set_threads(seconds)
 
-    def _set_threads(self) -> None:
+    def _dead_replicas(self, wait: bool) -> list[str]:
+        """Replicas whose actor or engine has died. One that does not say so in time counts as dead with `wait` only:
+        while training runs, the feeder is patient with it."""
+        problems = _problems(
+            {name: replica.healthy.remote() for name, replica in self._replicas.items()},
+            HEALTH_TIMEOUT_S if wait else LOOK_WAIT_S,
+        )
+        return [name for name, problem in problems.items() if wait or not isinstance(problem, TimeoutError)]
+
+    def _set_threads(self, names: Iterable[str]) -> None:
         if self.accelerator == "cpu":
             threads = self._all_cores() if self._replicas_alone else self.recipe.hidden_states.threads
-            self._ask_replicas(lambda replica: replica.set_threads.remote(threads))
+            self._have_replicas(lambda replica: replica.set_threads.remote(threads), names)
 
-    def _ask_replicas(self, request: Callable[[Any], Any]) -> None:
-        """Asks all replicas. One that does not do it is ended: whoever needs it has it replaced."""
+    def _have_replicas(self, request: Callable[[Any], Any], names: Iterable[str]) -> None:
+        """Has the named replicas do something. One that does not is killed: whoever needs it has it replaced."""
         import ray
 
-        for name, answer in [(name, request(replica)) for name, replica in self._replicas.items()]:
-            try:
-                ray.get(answer, timeout=REQUEST_WAIT_S)
-            except (ray.exceptions.RayError, TimeoutError) as problem:
-                self._progress.say(f"{name} does not answer: {one_line(problem)}")
-                del self._replicas[name]
-                self.end(name)
+        asked = {name: request(self._replicas[name]) for name in names}
+        for name, problem in _problems(asked, REQUEST_WAIT_S).items():
+            self._progress.say(f"{name} does not answer: {one_line(problem)}")
+            del self._replicas[name]
+            ray.kill(self._owned.pop(name))
 
     def _engine_actor(
         self,
@@ -290,14 +299,19 @@ class RunActors:
         return os.cpu_count() or 1
 
 
-def _answers(replica: Any) -> bool:
-    """Whether a replica's actor and its engine both live."""
+def _problems(asked: Mapping[str, Any], timeout_s: float) -> dict[str, Exception]:
+    """What went wrong with calls under way, by name: a RayError, or TimeoutError without an answer in time."""
     import ray
 
-    try:
-        return bool(ray.get(replica.healthy.remote(), timeout=STOP_WAIT_S))
-    except (ray.exceptions.RayError, TimeoutError):
-        return False
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+    problems: dict[str, Exception] = {}
+    for name, answer in asked.items():
+        try:
+            ray.get(answer, timeout=0)
+        except (ray.exceptions.RayError, TimeoutError) as problem:
+            problems[name] = problem
+    return problems
 
 
 def remote_task(function: Callable[..., Any], recipe: Recipe, threads: int) -> Any:

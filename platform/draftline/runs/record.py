@@ -176,6 +176,7 @@ def open_run(store: ArtifactStore, recipe: Recipe) -> StoredRecord:
     Writes the record and the resolved recipe of a new run. Raises InputError, with the differences, when the run_id
     exists with another recipe.
     """
+    copy = f"{recipe.run_id}/recipe.yaml"
     try:
         stored = read_record(store, recipe.run_id)
     except NotFound:
@@ -187,7 +188,7 @@ def open_run(store: ArtifactStore, recipe: Recipe) -> StoredRecord:
         )
         # The record first: it decides between two drivers, and says all that the recipe's file does.
         stored = StoredRecord(store, record, store.write_if(record_key(recipe.run_id), _bytes(record), None))
-        store.write(f"{recipe.run_id}/recipe.yaml", dump_recipe(recipe).encode())
+        store.write(copy, dump_recipe(recipe).encode())
         return stored
     # The store is where the record was found, however it was written. Fields that a later version of the recipe's
     # schema added had their defaults before.
@@ -199,6 +200,8 @@ def open_run(store: ArtifactStore, recipe: Recipe) -> StoredRecord:
             f"{store.url}: a run {recipe.run_id!r} exists with another recipe: {'; '.join(differences)}. "
             "Give the new one another run_id, or take the old recipe to resume"
         )
+    if store.noted_sha256(copy) is None:  # whoever began the run got no further than the record
+        store.write(copy, dump_recipe(recipe).encode())
     return stored
 
 
@@ -221,7 +224,7 @@ def read_record(store: ArtifactStore, run_id: str) -> StoredRecord:
         if record.run_id != run_id:
             raise ValueError(f"it is that of the run {record.run_id!r}")
         return StoredRecord(store, record, found.version)
-    except (ValueError, RecursionError) as error:  # pydantic's are ValueErrors
+    except (ValueError, OverflowError, RecursionError) as error:  # pydantic's are ValueErrors
         raise InputError(
             f"{name} is not a run record of this version: {_first_line(error)}. Nothing was changed; put it right, or "
             "give this recipe another run_id"

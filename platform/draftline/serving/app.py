@@ -30,7 +30,7 @@ ANSWER_WITHIN_S = 30.0
 MESSAGE_LINES = 14
 # A machine whose cores are all busy decoding answers health checks late.
 HEALTH_TIMEOUT_S = 60.0
-_FAILED = "failed to start"  # in the message of a deployment whose replica ended before it was up
+_FAILED = "A replica failed to start"  # in the message of a deployment whose replica ended before it was up
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
@@ -171,11 +171,11 @@ def _wait_until_running(config: ServeConfig, timeout_s: float, progress: Progres
             application = serve.status().applications.get(config.application)
             if application is not None and application.status == ApplicationStatus.RUNNING:
                 break
+            if application is not None and application.status == ApplicationStatus.DEPLOY_FAILED:
+                raise ServeFailed(_say(config.model_name, application))
             for loss in losses(application) - told:
                 told.add(loss)
                 lost(loss)
-            if application is not None and application.status == ApplicationStatus.DEPLOY_FAILED:
-                raise ServeFailed(_say(config.model_name, application))
             time.sleep(POLL_S)
         now = time.monotonic()
         if now - began > timeout_s:

@@ -122,6 +122,9 @@ class LocalStore:
                 top = next(folder for folder in (self._folder, *self._folder.parents) if folder.exists())
                 with tempfile.TemporaryDirectory(dir=top, prefix=".draftline-probe-") as folder:
                     probe(LocalStore(Path(folder)), self.url)
+                if (self._folder / _LOCK).exists():
+                    with self._locked():
+                        pass
         except RunFailed as error:
             raise InputError(f"store: {error}") from error
 

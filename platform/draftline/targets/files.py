@@ -16,6 +16,8 @@ def read_json(file: Path, label: str = "") -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{before}{file} is not JSON: {error}") from error
+    except OSError as error:
+        raise InputError(f"{before}{file} cannot be read: {error.strerror}") from error
     if not isinstance(value, dict):
         raise InputError(f"{before}{file} holds no JSON object")
     return value

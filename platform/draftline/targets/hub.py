@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import httpx
@@ -31,7 +32,7 @@ def download(label: str, hub_id: str, revision: str | None, *, with_code: bool) 
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns, ignore_patterns="original/*"))
     except HFValidationError as error:
-        found = "a URL or a name with a password" if "@" in hub_id else hub_id
+        found = "a URL or a name with a password" if re.search("[@:?#]", hub_id) else hub_id
         raise InputError(f"{label}: found {found}; allowed: a hub id such as owner/name") from error
     except GatedRepoError as error:
         raise InputError(f"{label}: {hub_id} asks for its terms to be accepted on the hub, and for a token") from error

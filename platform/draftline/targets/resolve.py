@@ -178,13 +178,15 @@ def _is_weight_file(name: Any) -> bool:
 
 def _require_whole(file: Path, label: str) -> None:
     """Raises InputError unless a safetensors file is as long as its header says: 8 bytes, the header, the tensors."""
-    size = file.stat().st_size
     try:
+        size = file.stat().st_size
         with file.open("rb") as content:
             header_bytes = int.from_bytes(content.read(8), "little")
             header = json.loads(content.read(header_bytes)) if header_bytes < size else {}
         ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
         whole = 8 + header_bytes + max(ends, default=0) == size
+    except OSError as error:
+        raise InputError(f"{label}: {file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
