@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.logger import init_logger
 
 SUPPORTED_VERSION = "0.32."
 REFUSAL = "dspark speculative decoding"
+POLL_S = 1e-4
 
 # Below "vllm" so that vLLM's logging configuration covers it.
 logger = init_logger("vllm.draftline")
@@ -18,7 +21,9 @@ _applied = False
 
 
 def apply() -> None:
-    """Lift the V1 runner's refusal of DSpark and reserve cache slots for whole draft blocks. Once per process.
+    """Lift the V1 runner's refusal of DSpark, reserve cache slots for whole draft blocks, and poll without spinning.
+
+    Once per process.
 
     With another vLLM version nothing is changed and an error is logged: vLLM then refuses DSpark by itself, and every
     other use of vLLM in this environment goes on working.
@@ -35,6 +40,7 @@ def apply() -> None:
         return
     _lift_refusal()
     _reserve_whole_blocks()
+    _poll_without_spinning()
     _applied = True
 
 
@@ -63,3 +69,11 @@ def _reserve_whole_blocks() -> None:
         return max(reserved.fget(self), config.draft_model_config.hf_config.block_size)
 
     VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens)  # type: ignore[method-assign,assignment]
+
+
+def _poll_without_spinning() -> None:
+    """Engine and worker doze between two looks for each other's next message.
+
+    vLLM yields the core instead, and so keeps it busy: on two cores one of the worker's own threads waits for it.
+    """
+    shm_broadcast.sched_yield = lambda: time.sleep(POLL_S)
