@@ -16,7 +16,6 @@ from typing import Any, TextIO
 import draftline
 from draftline.cluster.local import Cluster
 from draftline.errors import InputError
-from draftline.runs.stopping import stop_behind
 
 PACKAGE_ROOT = Path(draftline.__file__).resolve().parents[1]
 CHECKOUT = PACKAGE_ROOT.parent
@@ -47,7 +46,7 @@ class PipelineJob:
         try:
             self._client = JobSubmissionClient(cluster.jobs_address)
         except Exception as error:  # Ray says it in many ways, some of which repeat the whole address
-            if cluster.started_here or stop_behind(error):
+            if cluster.started_here:
                 raise
             raise InputError(
                 f"{cluster.name}: found no Ray cluster there that takes jobs ({type(error).__name__}); allowed: the "
