@@ -91,7 +91,8 @@ class Rig:
         ports = ray.get(self.master.ports.remote()) if same_ports else None
         process = psutil.Process(ray.get(self.master.process_id.remote()))
         ray.kill(self.master)
-        process.wait(timeout=30)  # it ends with its actor's
+        while not has_ended(process):  # it ends with its actor's
+            time.sleep(0.02)
         self.master = MooncakeMaster.remote(str(self.folder))  # type: ignore[attr-defined]
         self.store = replace(self.store, master_address=ray.get(self.master.start.remote(ports)))
 
@@ -121,9 +122,18 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     os.environ.update(quiet_environment())
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": environment}, logging_level="ERROR")
     rig = Rig(tmp_path_factory.mktemp("master"))
-    yield rig
-    rig.end()
-    ray.shutdown()
+    try:
+        yield rig
+        rig.end()
+    finally:
+        ray.shutdown()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whoever adopted it may never take note of its end."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def plan_for(ranks: int = 1, epochs: int = 1) -> BatchPlan:
