@@ -193,9 +193,9 @@ class StatesReader:
     ) -> dict[str, torch.Tensor]:
         """The states that a manifest describes: `hidden_states` [T, layers, H] and `token_ids` [T], on the CPU.
 
-        A manifest can come before its states: waits up to `timeout_s` seconds for them. Raises StatesLost when they do
-        not come, cannot be fetched, were replaced by the producer's error, do not match their checksum, or are those
-        of other token ids.
+        A manifest can come before its states: waits up to `timeout_s` seconds for them, and longer for a store that
+        does not answer. Raises StatesLost when they do not come, cannot be fetched, were replaced by the producer's
+        error, do not match their checksum, or are those of other token ids.
         """
         from draftline.hidden_states.checksum import CHECKSUM, checksum
 
@@ -223,9 +223,12 @@ class StatesReader:
             if _FOUND in found:
                 return
             now = time.monotonic()
-            answered = now if min(found) >= 0 else answered
-            if now - began >= timeout_s or now - answered >= _AWAY_S:
-                problem = "not found" if min(found) >= 0 else f"the store does not answer (status {min(found)})"
+            if min(found) >= 0:
+                answered = now
+                if now - began >= timeout_s:
+                    raise StatesLost(handle, f"not found within {now - began:.1f} s")
+            elif now - answered >= _AWAY_S:
+                problem = f"the store does not answer (status {min(found)})"
                 raise StatesLost(handle, f"{problem} within {now - began:.1f} s")
             time.sleep(pause)
             pause = min(2 * pause, longest)

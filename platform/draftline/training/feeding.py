@@ -18,7 +18,7 @@ from draftline.training.failures import FeederGone
 from draftline.training.rows import SampleStates
 from draftline.training.spec import token_digest
 
-READ_TIMEOUT_S = 20.0  # the feeder delivers what has arrived; the rest is a wait for what was lost meanwhile
+READ_TIMEOUT_S = 1.0  # the feeder delivers what has arrived: what is not there was lost meanwhile, and does not come
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 # How long a store may refuse this reader: another master takes the place of one that is lost within less.
